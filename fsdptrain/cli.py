@@ -142,6 +142,8 @@ def train(argv: Sequence[str]) -> int:
         if _is_rank_0():
             sys.stdout.write(to_yaml(resolved.config, resolved.sources, color=_use_color()))
             _draw_processes(resolved.config)
+            if resolved.config.speed_line:
+                sys.stdout.write(f"# {resolved.config.speed_line}\n")
             if resolved.config.launch.probe:
                 from fsdptrain.tools.inspect.inspection import probe_line
 
@@ -260,6 +262,7 @@ def plan(argv: Sequence[str]) -> int:
         _print_json(plan_text.as_mapping(found, command))
     else:
         plan_text.print_plan(found, command)
+        sys.stdout.write(resolved.config.speed_line and f"{resolved.config.speed_line}\n")
     return 0 if found.fits else 1
 
 

@@ -76,6 +76,12 @@ def idle_reason(config: Config, flat: str) -> str:
     return next((reason for reason in broken if reason), "")
 
 
+def has_required(config: Config, flat: str) -> bool:
+    """Return whether the options that this one requires are on."""
+    rules = [rule for rule in all_keys()[flat].rules if isinstance(rule, Requires)]
+    return not any(_broken(config, all_keys()[flat], rule) for rule in rules)
+
+
 def _raise_first(problems: Iterable[Problem]) -> None:
     for problem in problems:
         raise problem if isinstance(problem, NoEffectError) else ConfigError(problem)

@@ -44,7 +44,7 @@ from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
 from fsdptrain.trainer.data import build_data
-from fsdptrain.trainer.memory import plan_memory, planned_memory
+from fsdptrain.trainer.memory import build_planner, choose_sizes, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
 from fsdptrain.trainer.samples.main_thread import MainThreadLimit
@@ -86,7 +86,7 @@ def build_components(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Components]:
     """Build data and rewards, then the model, then the engine. Close all of them on exit."""
-    check_features(config)
+    config = usable_here(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     install_platform_overrides()  # features compare kernels with the functions that a run uses
     features = load_features(config, checkpoint)
@@ -109,6 +109,8 @@ def build_components(
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
+    planner = build_planner(config) if plans else None
+    config = choose_sizes(planner, config)
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
         backend = open_backend(config, features)
@@ -134,9 +136,24 @@ def build_components(
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
-            planned_memory=planned_memory(backend.model, config) if plans else None,
+            planned_memory=planned_memory(planner, config),
             loggers=loggers,
         )
+
+
+def usable_here(config: Config) -> Config:
+    """Call `check_features`, without what --speed fast has turned on and this machine cannot run. Collective."""
+    try:
+        check_features(config)
+    except ConfigError as error:
+        plain = config.without_fast(("compile", "activation_memory_budget"), str(error))
+        if plain.speed_line == config.speed_line:
+            raise
+        check_features(plain)
+        config = plain
+    if config.speed_line:
+        log.info("%s", config.speed_line)
+    return config
 
 
 def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config]:

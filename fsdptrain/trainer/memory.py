@@ -4,13 +4,14 @@ import importlib
 import importlib.util
 import logging
 import os
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory.demand import MemorySupply, Shard, check_load_memory
 from fsdptrain.memory.grid import Grid
@@ -42,12 +43,40 @@ def _shard(model: PreTrainedModel, config: Config) -> Shard:
     return Shard.of(counts, grid.shards * grid.tensor, gathered=pieces.gathered, copied=copied)
 
 
-def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
-    """Compute the peak memory of the memory plan without its margin. None if it cannot be planned. [bytes]"""
+def build_planner(config: Config, model: PreTrainedModel | None = None) -> Any:
+    """Create a `tools.plan.Planner` for a run on GPUs; None if the tools are not installed. model: if built already."""
     if importlib.util.find_spec("fsdptrain.tools") is None:
         return None
     tools = importlib.import_module("fsdptrain.tools.plan.plan")
-    planner = tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
+    if model is None:
+        model, _ = importlib.import_module("fsdptrain.tools.inspect.inspection").meta_model(config, with_adapters=True)
+    return tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
+
+
+def choose_sizes(planner: Any, config: Config) -> Config:
+    """Replace `auto` of --logprob-chunk-size and --fsdp-reshard-after-forward by the memory plan. Collective.
+
+    planner: None on a CPU, where nothing changes.
+    """
+    if planner is None or "auto" not in (config.model.logprob_chunk_size, config.fsdp.reshard_after_forward):
+        return config
+    free = min(gather(platform.device_memory()[0]))  # so that all ranks choose the same
+    try:
+        config = planner.choose_sizes(config, free)
+    except MemoryPlanError as error:
+        log.info("%s", error)
+        return config
+    finally:
+        planner.forget_compiled()
+    layers = "freed" if config.fsdp.reshard_after_forward else "kept"
+    log.info("logprobs of %d tokens at a time, layers %s after the forward pass", config.model.chunk_size, layers)
+    return config
+
+
+def planned_memory(planner: Any, config: Config) -> int | None:
+    """Compute the peak memory of the memory plan without its margin. None if it cannot be planned. [bytes]"""
+    if planner is None:
+        return None
     try:
         peaks = [planner.training(config), planner.generation(config)]
     except MemoryPlanError as error:

@@ -87,7 +87,8 @@ def resolve_attention(requested: str, device_type: str, *, needs_package_attenti
     """Return the name of the attention implementation for the model's config.
 
     `requested` is auto, varlen, sdpa, or any name that transformers knows. On a GPU auto selects flash-attn if
-    installed (never with `needs_package_attention`), else torch's varlen kernel. On a CPU it selects segments. Raises
+    installed, 3 before 2 on Hopper (never with `needs_package_attention`), else torch's varlen kernel. On a CPU it
+    selects segments. Raises
     ConfigError if the device or a package is missing.
     """
     register_attention()
@@ -216,7 +217,12 @@ def attention_by_segment(
 def _best(device_type: str, *, needs_package_attention: bool) -> str:
     if device_type == "cpu":
         return SEGMENTS
-    return "flash_attention_2" if find_spec("flash_attn") is not None and not needs_package_attention else VARLEN
+    if needs_package_attention:
+        return VARLEN
+    installed = [name for name, package in _FLASH_PACKAGES.items() if find_spec(package) is not None]
+    if "flash_attention_3" in installed and device_type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+        return "flash_attention_3"
+    return "flash_attention_2" if "flash_attention_2" in installed else VARLEN
 
 
 def segment_spans(query: Tensor, boundaries: Boundaries) -> list[int]:

@@ -5,6 +5,7 @@ json.dumps(report.as_dict())
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.errors import CheckpointError, MemoryPlanError, NumericsError
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
@@ -43,6 +44,7 @@ from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.structure import active_sizes, count_parameters, freeze_vision, lm_head
 from fsdptrain.overrides import Override, install_overrides
 from fsdptrain.tools.inspect.module_tree import Part, module_tree
+from fsdptrain.tools.plan.plan import Machine, Planner
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
             *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
             *_liger(config, model),
             _logprobs(config),
+            _sizes(config, model, num_gpus),
             *([] if probe is None else [_prefixes(config, model, probe)]),
         ],
         device_type=device_type,
@@ -206,6 +209,16 @@ def _logprobs(config: Config) -> Kernel:
         return Kernel("logprobs", "eager")
     _, problem = usable_passes(config)
     return Kernel("logprobs", "eager", wanted="triton", reason=problem) if problem else Kernel("logprobs", "triton")
+
+
+def _sizes(config: Config, model: PreTrainedModel, num_gpus: int) -> Kernel:
+    """Report what `auto` of --logprob-chunk-size and --fsdp-reshard-after-forward means on this machine."""
+    if platform.has_accelerator():
+        free, total = platform.device_memory()
+        with suppress(MemoryPlanError):
+            config = Planner(model, Machine(num_gpus, total)).choose_sizes(config, free)
+    layers = "freed" if config.fsdp.reshard_after_forward else "kept"
+    return Kernel("at a time", f"logprobs of {config.model.chunk_size} tokens; layers {layers} after the forward pass")
 
 
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:

@@ -46,7 +46,7 @@ def model_of(name: str, *, selective: bool = False, adapter: bool = False) -> tu
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
                     module.register_parameter(key, torch.nn.Parameter(0.1 * torch.randn(parameter.shape)))
-    feature = LigerFeature(max_tokens=64)
+    feature = LigerFeature(max_tokens=64, compute_dtype=torch.float32)
     feature.transform_model(model, NO_MESHES)
     if selective:
         enable_gradient_checkpointing(model, kind="selective")
@@ -97,6 +97,7 @@ def test_logprobs_and_gradients_are_those_of_the_stock_modules(
     assert attention.forward.__globals__["apply_rotary_pos_emb"].__module__ == attention.__module__
 
 
+@pytest.mark.matrix
 def test_heads_of_many_rows_have_a_kernel_of_their_own() -> None:
     """It is used from 32,768 rows on, which the probe on a GPU reaches."""
     x, upstream = torch.randn(_BLOCK_ROWS, 4), torch.randn(_BLOCK_ROWS, 4)
@@ -146,6 +147,7 @@ def step_of_a_rank(checkpoint: str, values: dict[str, Any]) -> dict[str, float]:
     return backend.train_step(packs_of_this_rank(samples(seed=0)[:2], 256), LOSSES["grpo"], LossConfig())
 
 
+@pytest.mark.matrix
 def test_two_ranks_train_as_without(tmp_path: Path) -> None:
     checkpoint = str(save_tiny_checkpoint(tmp_path, num_hidden_layers=1))
     found, wanted = (spawn(2, step_of_a_rank, checkpoint, {"liger": liger})[0] for liger in (True, False))

@@ -127,6 +127,7 @@ CORE_AND_FEATURES = [
     ({"activation_memory_budget": 0.5}, ["--activation-memory-budget", "--compile"], {"compile": True}),
     ({"activation_memory_budget": 0.5, "compile": True, "gradient_checkpointing": True},
      ["--activation-memory-budget", "--gradient-checkpointing", "remove one"], {"activation_memory_budget": 1.0}),
+    ({"speed": "fast", "backend": "megatron"}, ["--speed fast", "--backend megatron"], {"backend": "fsdp"}),
     ({"liger": True, "compile": True}, ["--liger", "--compile", "leave one of them out"], {"compile": False}),
     ({"liger": True, **TENSOR}, ["--liger", "--tensor-parallel-size 2"], {"liger": False}),
     ({"context_parallel_recurrent": "gather"}, ["--context-parallel-recurrent", "--context-parallel-size"],

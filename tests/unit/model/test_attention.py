@@ -138,6 +138,28 @@ def test_attn_implementation_resolves_to_a_name(requested: str, device_type: str
     assert resolve_attention(requested, device_type) == name
 
 
+FA2, FA3 = "flash_attn", "flash_attn_interface"
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "own", "name"),
+    [
+        ({FA2, FA3}, (9, 0), False, "flash_attention_3"),
+        ({FA3}, (9, 0), False, "flash_attention_3"),
+        ({FA2}, (9, 0), False, "flash_attention_2"),
+        ({FA2, FA3}, (8, 0), False, "flash_attention_2"),
+        ({FA3}, (10, 0), False, VARLEN),
+        ({FA2, FA3}, (9, 0), True, VARLEN),
+    ],
+)
+def test_auto_takes_flash_attn_3_on_hopper_only(
+    installed: set[str], capability: tuple[int, int], own: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda package: package if package in installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert resolve_attention("auto", "cuda", needs_package_attention=own) == name
+
+
 @pytest.mark.parametrize(
     ("requested", "device_type"), [("varlen", "cpu"), ("flash_attention_2", "cpu"), ("flash_attention_3", "cuda")]
 )

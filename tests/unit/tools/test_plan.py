@@ -13,9 +13,11 @@ from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.memory.demand import GIB
 from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
+from fsdptrain.tools.inspect import inspection
 from fsdptrain.tools.plan import remedies
 from fsdptrain.tools.plan.activations import MemoryPeak
 from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
+from fsdptrain.trainer import memory as run_memory
 from tests import configs
 from tests.matrix import only
 
@@ -69,6 +71,51 @@ def test_each_remedy_needs_less():
     assert max(selective, second) < peak(max_tokens_per_gpu=8192)
     assert peak(max_tokens_per_gpu=2048) > peak()
     assert peak(fsdp_reshard_after_forward=False) > peak()
+
+
+@pytest.mark.parametrize("free", [20, 27.65, 28, 37, 45])
+def test_auto_chooses_the_largest_sizes_that_the_plan_of_the_run_fits(free: float):
+    long: dict[str, Any] = {"max_tokens_per_gpu": 8192, "gradient_checkpointing": True}
+    given = config(**long, fsdp_reshard_after_forward="auto")
+    chosen = PLANNER.choose_sizes(given, int(free * GIB))
+    needs = {
+        (chunk, reshard): with_margin(
+            PLANNER.training(config(**long, logprob_chunk_size=chunk, fsdp_reshard_after_forward=reshard))
+        )
+        for chunk in (512, 1024, 2048, 4096, 8192)
+        for reshard in (True, False)
+    }
+    fitting = [sizes for sizes, need in needs.items() if need <= 0.9 * free * GIB]
+    chunk = max((chunk for chunk, reshard in fitting if reshard), default=512)
+    assert chosen.model.logprob_chunk_size == chunk
+    assert chosen.fsdp.reshard_after_forward == ((chunk, False) not in fitting)
+
+
+def test_sizes_that_are_given_stay():
+    given = config(logprob_chunk_size=100, fsdp_reshard_after_forward=True)
+    assert PLANNER.choose_sizes(given, 80 * GIB) == given
+    assert PLANNER.choose_sizes(config(fsdp_reshard_after_forward=False), GIB) == config(
+        logprob_chunk_size=512, fsdp_reshard_after_forward=False
+    )
+
+
+def test_ranks_choose_by_the_least_free_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_memory, "gather", lambda free: [free, 30 * GIB])
+    monkeypatch.setattr(run_memory.platform, "device_memory", lambda: (80 * GIB, 80 * GIB))
+    given = config(fsdp_reshard_after_forward="auto")
+    assert run_memory.choose_sizes(PLANNER, given) == PLANNER.choose_sizes(given, 30 * GIB)
+    assert PLANNER.choose_sizes(given, 30 * GIB) != PLANNER.choose_sizes(given, 80 * GIB)
+    assert run_memory.choose_sizes(None, given) is given  # on a CPU
+    assert (given.model.chunk_size, bool(given.fsdp.reshard_after_forward)) == (512, True)
+
+
+def test_inspect_says_what_auto_means_on_this_machine(monkeypatch: pytest.MonkeyPatch):
+    given = config(fsdp_reshard_after_forward="auto")
+    on_cpu = inspection._sizes(given, MODEL, 8)
+    monkeypatch.setattr(inspection.platform, "has_accelerator", lambda: True)
+    monkeypatch.setattr(inspection.platform, "device_memory", lambda: (80 * GIB, 80 * GIB))
+    assert on_cpu.used == "logprobs of 512 tokens; layers freed after the forward pass"
+    assert inspection._sizes(given, MODEL, 8).used == "logprobs of 1024 tokens; layers kept after the forward pass"
 
 
 def test_replicas_need_as_much_as_fewer_gpus():
