@@ -109,7 +109,8 @@ def build_components(
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
-    planner = build_planner(config) if plans else None
+    # not the name in the hub: ranks would look it up once more, each alone
+    planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
     config = choose_sizes(planner, config)
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
