@@ -21,6 +21,7 @@ from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.checks import is_valid
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError
@@ -148,7 +149,7 @@ def usable_here(config: Config) -> Config:
         check_features(config)
     except ConfigError as error:
         plain = config.without_fast(("compile", "activation_memory_budget"), str(error))
-        if plain.speed_line == config.speed_line:
+        if plain.speed_line == config.speed_line or not is_valid(plain):  # an option that is set needs it
             raise
         check_features(plain)
         config = plain

@@ -175,6 +175,7 @@ def test_fast_sets_what_is_predicted_to_pay_and_says_so():
     [
         ({"compile": False}, (False, 1.0, "auto"), ""),
         ({"activation_memory_budget": 0.5, "compile": True}, (True, 0.5, "auto"), ""),
+        ({"activation_memory_budget": 0.5}, (True, 0.5, "auto"), ""),
         ({"fsdp_reshard_after_forward": True}, (True, 0.8, True), ""),
         ({"gradient_checkpointing": True}, (True, 1.0, "auto"), "no effect with --gradient-checkpointing"),
         ({"liger": True}, (False, 1.0, "auto"), "--liger does not work with --compile"),
@@ -196,6 +197,8 @@ def test_a_written_recipe_of_a_fast_run_is_the_same_run(tmp_path: Path):
 def test_a_problem_of_the_options_themselves_is_raised_as_without_fast():
     with pytest.raises(ConfigError, match="--min-lr 1 is above"):
         fast(min_lr=1.0, lr_decay_style="linear")
+    with pytest.raises(ConfigError, match="--activation-memory-budget has no effect without --compile"):
+        fast(activation_memory_budget=0.5, compile=False)
 
 
 def test_a_machine_without_a_compiler_leaves_compile_out_unless_it_is_set(monkeypatch: pytest.MonkeyPatch):
@@ -206,6 +209,8 @@ def test_a_machine_without_a_compiler_leaves_compile_out_unless_it_is_set(monkey
     assert "left out: --compile needs a C++ compiler and none is available" in config.speed_line
     with pytest.raises(ConfigError, match=r"--compile needs a C\+\+ compiler"):
         usable_here(fast(compile=True))
+    with pytest.raises(ConfigError, match=r"--compile needs a C\+\+ compiler"):
+        usable_here(fast(activation_memory_budget=0.5))
 
 
 def test_an_unknown_algorithm_is_one_line():
