@@ -114,8 +114,8 @@ class Config(BaseModel):
 
     @property
     def speed_line(self) -> str:
-        """What --speed fast has turned on and left out, for the log; "" without it."""
-        if self.model.speed != "fast":
+        """What --speed fast has turned on and left out, for the log; "" if neither."""
+        if not self._fast and not self._left_out:
             return ""
         flags = [f"{all_keys()[flat].flag}{'' if value is True else f' {value}'}" for flat, value in self._fast.items()]
         left_out = "; left out: " * bool(self._left_out) + "; ".join(self._left_out)

@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 class Components:
     """Everything that a run owns."""
 
+    config: Config  # without what this machine cannot run, and with the chosen sizes
     backend: PolicyBackend
     loss: Loss
     advantages: AdvantageRule
@@ -127,6 +128,7 @@ def build_components(
             sampler = build_sampler(instructed, tokenizer, engine, timed, environment, reads=reward_function)
             evaluation = build_evaluation(config, sampler, held_out)
         yield Components(
+            config=config,
             backend=backend,
             loss=loss,
             advantages=advantages,

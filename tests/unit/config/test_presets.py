@@ -152,7 +152,7 @@ def test_old_logprobs_are_scored_only_where_they_are_used(name, needed):
     assert not Config(hf_checkpoint="x", algorithm=name).needs_old_logprobs
 
 
-FAST = "--compile, --activation-memory-budget 0.8, --fsdp-reshard-after-forward auto, --logprob-chunk-size auto"
+FAST = "--compile, --activation-memory-budget 0.8, --fsdp-reshard-after-forward auto"
 
 
 def fast(**values: Any) -> Config:
@@ -164,7 +164,7 @@ def speed(config: Config) -> tuple[Any, ...]:
 
 
 def test_fast_sets_what_is_predicted_to_pay_and_says_so():
-    assert fast().speed_line == f"speed fast: {FAST}, --logprob-kernel auto"
+    assert fast().speed_line == f"speed fast: {FAST}"
     assert speed(fast()) == (True, 0.8, "auto")
     assert Config(hf_checkpoint="x").speed_line == ""
     assert resolve(["--hf-checkpoint", "x", "--speed", "fast"]).sources["compile"] == "preset"
@@ -191,7 +191,9 @@ def test_fast_changes_no_option_that_is_set_and_none_that_it_excludes(values, fo
 
 def test_a_written_recipe_of_a_fast_run_is_the_same_run(tmp_path: Path):
     (tmp_path / "config.yaml").write_text(to_yaml(fast(gradient_checkpointing=True)))
-    assert load_recipe(tmp_path / "config.yaml").as_dict() == fast(gradient_checkpointing=True).as_dict()
+    loaded = load_recipe(tmp_path / "config.yaml")
+    assert loaded.as_dict() == fast(gradient_checkpointing=True).as_dict()
+    assert loaded.speed_line == "", "all values are given"
 
 
 def test_a_problem_of_the_options_themselves_is_raised_as_without_fast():
