@@ -24,6 +24,15 @@ def check(config: Config) -> None:
         _raise_first(section.problems(config))
 
 
+def is_valid(config: Config) -> bool:
+    """Return whether `check` accepts the configuration."""
+    try:
+        check(config)
+    except ConfigError:
+        return False
+    return True
+
+
 def check_data_options(config: Config) -> None:
     """Raise ConfigError for an option that does not apply to --prompt-data.
 

@@ -102,7 +102,7 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
         flag = flag.replace("_", "-")
         key, negated = _find(flag, by_flag, options, word)
         option = options[key]
-        if option.annotation is bool:
+        if negated or option.annotation is bool:
             _refuse_value(option, attached if equals else None, rest)
         if negated or option.annotation is bool or (option.is_switch and not equals and not _values(rest)):
             values[key] = not negated
@@ -144,7 +144,9 @@ def _refuse_value(option: Option, attached: str | None, rest: list[str]) -> None
     following = rest[0] if rest and rest[0].lower() in ("true", "false", "0", "1", "yes", "no", "on", "off") else None
     value = attached if attached is not None else following
     if value is not None:
-        raise ConfigError(f"{option.flag} takes no value, got {value!r}: it is {option.flag} or --no-{option.flag[2:]}")
+        off = f"--no-{option.flag[2:]}"
+        shown = option.flag if option.annotation is bool else off
+        raise ConfigError(f"{shown} takes no value, got {value!r}: it is {option.flag} or {off}")
 
 
 def _take(rest: list[str], *, many: bool) -> list[str]:

@@ -55,7 +55,7 @@ class ModelConfig(Section):
     """Compute in float16 with a gradient scaler. Disables the default --bf16; setting both is an error."""
     logprob_chunk_size: Annotated[int | Literal["auto"], NEUTRAL] = "auto"
     """Tokens whose logits are in memory at a time. `auto`: on a GPU a whole pack if the memory plan has room, else as
-    many as fit; 512 on a CPU. [tokens]"""
+    many as fit; 512 on a CPU, with --deterministic-mode, --tensor-parallel-size or --backend megatron. [tokens]"""
     speed: Annotated[Literal["standard", "fast"], NEUTRAL, FSDP_ONLY] = "standard"
     """`fast`: use all options that are predicted to make a GPU faster and that are not set: --compile,
     --activation-memory-budget 0.8, --fsdp-reshard-after-forward auto. The run logs which ones. Not measured yet."""

@@ -89,8 +89,6 @@ FAST: Mapping[str, Any] = {  # flat key -> value that is predicted to pay on a G
     "compile": True,
     "activation_memory_budget": 0.8,
     "fsdp_reshard_after_forward": "auto",
-    "logprob_chunk_size": "auto",
-    "logprob_kernel": "auto",
 }
 
 

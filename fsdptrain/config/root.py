@@ -17,7 +17,7 @@ from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConf
 from fsdptrain.config.presets import ADVANTAGE_SCALES, FAST, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import field_problem
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
-from fsdptrain.config.rules import Column, Condition, NoEffectError
+from fsdptrain.config.rules import Column, Condition, NoEffectError, Requires
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import STRICT, RankGroup, Section
 from fsdptrain.errors import ConfigError
@@ -114,8 +114,8 @@ class Config(BaseModel):
 
     @property
     def speed_line(self) -> str:
-        """What --speed fast has turned on and left out, for the log; "" without it."""
-        if self.model.speed != "fast":
+        """What --speed fast has turned on and left out, for the log; "" if neither."""
+        if not self._fast and not self._left_out:
             return ""
         flags = [f"{all_keys()[flat].flag}{'' if value is True else f' {value}'}" for flat, value in self._fast.items()]
         left_out = "; left out: " * bool(self._left_out) + "; ".join(self._left_out)
@@ -327,12 +327,22 @@ class Config(BaseModel):
 
 
 def _fast_values(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what --speed fast sets, by flat key, and why it leaves the rest out. `given` must be valid without it."""
-    base = Config(**{**given, "speed": "standard"})
+    """Return what --speed fast sets, by flat key, and why it leaves the rest out.
+
+    Raises ConfigError if `given` is invalid without it and with all that its options require.
+    """
+    given = {**given, "speed": "standard"}
     chosen: dict[str, Any] = {}
+    try:
+        base = Config(**given)
+    except NoEffectError as error:
+        chosen = {flat: FAST[flat] for flat in _required(error.key) if flat in FAST and flat not in given}
+        if not chosen:
+            raise
+        base = Config(**given, **chosen)
     left_out: list[str] = []
     for flat, value in FAST.items():
-        if flat in given or flat not in all_keys():
+        if flat in given or flat in chosen or flat not in all_keys():
             continue
         changed = base.with_values(**chosen, **{flat: value})
         if not checks.has_required(changed, flat):
@@ -344,6 +354,13 @@ def _fast_values(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         else:
             chosen[flat] = value
     return chosen, left_out
+
+
+def _required(flat: str) -> Iterator[str]:
+    """Yield the keys of which this option requires one. flat: may be ""."""
+    for rule in all_keys()[flat].rules if flat else ():
+        if isinstance(rule, Requires):
+            yield from (condition.key for condition in rule.conditions)
 
 
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:

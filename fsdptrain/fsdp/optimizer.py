@@ -24,6 +24,7 @@ Schedule = Callable[[int], float]
 
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_scale; that of MPS ignores it
 
 # Fraction of (lr - min_lr) left when a fraction `x` in [0, 1] of the decay is done.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -109,9 +110,9 @@ class Optimizer:
         self._schedule = lr_schedule(config, total_steps=total_steps)
         self._adam = _adamw(list(self._names), config)
         self._host_adam = _host_adam(self._adam, config)
-        fused = all(group["fused"] for group in self._adam.param_groups)
-        self._steps_clip = fused and all(p.dtype == torch.float32 for p in self._names)  # its divisor is a float32
         device_type = next(iter(self._names)).device.type
+        fused = device_type in _CLIPS_IN_STEP and all(group["fused"] for group in self._adam.param_groups)
+        self._steps_clip = fused and all(p.dtype == torch.float32 for p in self._names)  # its divisor is a float32
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
         self._norm_of = total_norm or _norm_over_meshes
         self._collected: dict[nn.Parameter, Tensor] = {}  # sums of gradients over packs, between packs
@@ -155,9 +156,9 @@ class Optimizer:
     def clip(self) -> Tensor:
         """Clip to --clip-grad and return the global norm before clipping, [] on the device.
 
-        The fused kernel of AdamW divides the gradients while it reads them, so `step` clips them. Collective; does not
-        wait for the device. The norm is the same on every rank. It is not finite if any gradient on any rank is not
-        finite.
+        On CPU and CUDA the fused kernel of AdamW divides float32 gradients while it reads them, so `step` clips them.
+        Elsewhere this does. Collective; does not wait for the device. The norm is the same on every rank. It is not
+        finite if any gradient on any rank is not finite.
         """
         self._scaler.unscale_(self._adam)
         norm, limit = self._norm_of(list(self._names)), self._config.clip_grad
@@ -209,6 +210,7 @@ class Optimizer:
     def _finish(self) -> None:
         if self._scaler.is_enabled():
             self._scaler.update()
+        self._adam.grad_scale = None  # pyright: ignore  # of `clip`
         self.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.checks import is_valid
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError
@@ -66,6 +67,7 @@ log = logging.getLogger(__name__)
 class Components:
     """Everything that a run owns."""
 
+    config: Config  # without what this machine cannot run, and with the chosen sizes
     backend: PolicyBackend
     loss: Loss
     advantages: AdvantageRule
@@ -109,7 +111,8 @@ def build_components(
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
-    planner = build_planner(config) if plans else None
+    # not the name in the hub: ranks would look it up once more, each alone
+    planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
     config = choose_sizes(planner, config)
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
@@ -125,6 +128,7 @@ def build_components(
             sampler = build_sampler(instructed, tokenizer, engine, timed, environment, reads=reward_function)
             evaluation = build_evaluation(config, sampler, held_out)
         yield Components(
+            config=config,
             backend=backend,
             loss=loss,
             advantages=advantages,
@@ -147,7 +151,7 @@ def usable_here(config: Config) -> Config:
         check_features(config)
     except ConfigError as error:
         plain = config.without_fast(("compile", "activation_memory_budget"), str(error))
-        if plain.speed_line == config.speed_line:
+        if plain.speed_line == config.speed_line or not is_valid(plain):  # an option that is set needs it
             raise
         check_features(plain)
         config = plain

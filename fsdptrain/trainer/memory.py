@@ -44,33 +44,48 @@ def _shard(model: PreTrainedModel, config: Config) -> Shard:
 
 
 def build_planner(config: Config, model: PreTrainedModel | None = None) -> Any:
-    """Create a `tools.plan.Planner` for a run on GPUs; None if the tools are not installed. model: if built already."""
+    """Create a `tools.plan.Planner` for a run on GPUs; None if the tools are not installed. Collective.
+
+    model: if built already.
+    """
     if importlib.util.find_spec("fsdptrain.tools") is None:
         return None
     tools = importlib.import_module("fsdptrain.tools.plan.plan")
     if model is None:
         model, _ = importlib.import_module("fsdptrain.tools.inspect.inspection").meta_model(config, with_adapters=True)
-    return tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
+    with raise_on_all_ranks(MemoryPlanError, "--hf-checkpoint"):
+        return tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
 
 
 def choose_sizes(planner: Any, config: Config) -> Config:
     """Replace `auto` of --logprob-chunk-size and --fsdp-reshard-after-forward by the memory plan. Collective.
 
-    planner: None on a CPU, where nothing changes.
+    planner: None on a CPU, where nothing changes. All ranks use the choice of rank 0 for the least free memory.
     """
     if planner is None or "auto" not in (config.model.logprob_chunk_size, config.fsdp.reshard_after_forward):
         return config
-    free = min(gather(platform.device_memory()[0]))  # so that all ranks choose the same
-    try:
-        config = planner.choose_sizes(config, free)
-    except MemoryPlanError as error:
-        log.info("%s", error)
+    free = min(gather(platform.device_memory()[0]))
+    with raise_on_all_ranks(MemoryPlanError, "--logprob-chunk-size auto"):
+        own = _choice(planner, config, free)
+    choice = gather(own)[0]
+    if not choice:
         return config
-    finally:
-        planner.forget_compiled()
+    config = config.with_values(**choice)
     layers = "freed" if config.fsdp.reshard_after_forward else "kept"
     log.info("logprobs of %d tokens at a time, layers %s after the forward pass", config.model.chunk_size, layers)
     return config
+
+
+def _choice(planner: Any, config: Config, free: int) -> dict[str, Any]:
+    """Return the sizes by flat key; nothing if the run cannot be planned."""
+    try:
+        chosen = planner.choose_sizes(config, free)
+    except MemoryPlanError as error:
+        log.info("%s", error)
+        return {}
+    finally:
+        planner.forget_compiled()
+    return {flat: chosen.value(flat) for flat in ("logprob_chunk_size", "fsdp_reshard_after_forward")}
 
 
 def planned_memory(planner: Any, config: Config) -> int | None:

@@ -88,8 +88,7 @@ def resolve_attention(requested: str, device_type: str, *, needs_package_attenti
 
     `requested` is auto, varlen, sdpa, or any name that transformers knows. On a GPU auto selects flash-attn if
     installed, 3 before 2 on Hopper (never with `needs_package_attention`), else torch's varlen kernel. On a CPU it
-    selects segments. Raises
-    ConfigError if the device or a package is missing.
+    selects segments. Raises ConfigError if the device or a package is missing.
     """
     register_attention()
     if requested == "auto":
@@ -103,7 +102,7 @@ def resolve_attention(requested: str, device_type: str, *, needs_package_attenti
             )
         return VARLEN
     package = _FLASH_PACKAGES.get(requested)
-    if package is not None and (device_type == "cpu" or find_spec(package) is None):
+    if package is not None and (device_type == "cpu" or not _is_installed(requested)):
         missing = (
             "a GPU and none is available" if device_type == "cpu" else f"the package {package}, not installed here"
         )
@@ -219,10 +218,20 @@ def _best(device_type: str, *, needs_package_attention: bool) -> str:
         return SEGMENTS
     if needs_package_attention:
         return VARLEN
-    installed = [name for name, package in _FLASH_PACKAGES.items() if find_spec(package) is not None]
-    if "flash_attention_3" in installed and device_type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+    has_3 = device_type == "cuda" and _is_installed("flash_attention_3")
+    if has_3 and torch.cuda.get_device_capability()[0] == 9:
         return "flash_attention_3"
-    return "flash_attention_2" if "flash_attention_2" in installed else VARLEN
+    return "flash_attention_2" if _is_installed("flash_attention_2") else VARLEN
+
+
+def _is_installed(name: str) -> bool:
+    if find_spec(_FLASH_PACKAGES[name]) is None:
+        return False
+    if name != "flash_attention_3":
+        return True
+    from transformers.utils import is_flash_attn_3_available
+
+    return bool(is_flash_attn_3_available())  # it also asks for the distribution flash-attn-3
 
 
 def segment_spans(query: Tensor, boundaries: Boundaries) -> list[int]:

@@ -60,7 +60,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The full report. `refusal` is the reason why the model cannot be trained; `probe` is then None."""
+    """The full report. `refusal` is the reason why the model cannot be trained; `probe` may be None then."""
 
     checkpoint: str
     model_class: str
@@ -96,6 +96,7 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
     model, path = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
+    liger = list(_liger(config, model))
     pieces = Pieces(model, Grid.of(config, num_gpus))
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
@@ -108,10 +109,10 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
         head=_head(model),
         dtypes=_dtypes(path, config),
         probe=probe,
-        refusal=refusal,
+        refusal=refusal or next((kernel.reason for kernel in liger if kernel.fell_back), ""),
         kernels=[
             *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
-            *_liger(config, model),
+            *liger,
             _logprobs(config),
             _sizes(config, model, num_gpus),
             *([] if probe is None else [_prefixes(config, model, probe)]),
@@ -195,7 +196,9 @@ def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
     if config.section(LigerConfig).liger:
         part, names, problem = "norms, rope, MLPs", describe(find_replacements(model)), obstacle()
         if problem or not names:
-            yield Kernel(part, "transformers", wanted="liger", reason=problem or "no kernel fits this model")
+            yield Kernel(
+                part, "transformers", wanted="liger", reason=f"--liger {problem or 'has no kernel for this model'}"
+            )
         else:
             yield Kernel(part, f"liger in {names}")
 
@@ -218,7 +221,7 @@ def _sizes(config: Config, model: PreTrainedModel, num_gpus: int) -> Kernel:
         with suppress(MemoryPlanError):
             config = Planner(model, Machine(num_gpus, total)).choose_sizes(config, free)
     layers = "freed" if config.fsdp.reshard_after_forward else "kept"
-    return Kernel("at a time", f"logprobs of {config.model.chunk_size} tokens; layers {layers} after the forward pass")
+    return Kernel("sizes", f"logprobs of {config.model.chunk_size} tokens; layers {layers} after the forward pass")
 
 
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:

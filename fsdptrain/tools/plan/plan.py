@@ -22,6 +22,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import check_selective
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.compile.config import CompileConfig
+from fsdptrain.features.fused_logprobs.feature import is_replaced
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import SplitPlan
 from fsdptrain.memory.demand import (
@@ -255,14 +256,17 @@ class Planner:
     def choose_sizes(self, config: Config, free: int) -> Config:
         """Replace `auto` by the largest chunk of logprobs that fits in `free` bytes, then by kept layers if they fit.
 
-        Raises MemoryPlanError if the activations cannot be traced.
+        With --deterministic-mode nothing depends on `free`. The chunk is the smallest where the passes over its logits
+        are not done a few rows at a time. Raises MemoryPlanError if the activations cannot be traced.
         """
         found = config.with_values(
             logprob_chunk_size=config.model.chunk_size,
             fsdp_reshard_after_forward=bool(config.fsdp.reshard_after_forward),
         )
+        if config.model.deterministic_mode:
+            return found
         trace, limit = self.trace(found), USED * free
-        row = compute_bytes(config) * self._model.config.get_text_config().vocab_size // config.ranks_along("tensor")
+        row = compute_bytes(config) * self._model.config.get_text_config().vocab_size
 
         def fits(changed: Config) -> bool:
             more = row * (min(changed.model.chunk_size, tokens) - min(found.model.chunk_size, tokens))
@@ -276,7 +280,8 @@ class Planner:
 
         tokens = sum(seqlens(config))
         chosen = found
-        if config.model.logprob_chunk_size == "auto":
+        in_blocks = config.ranks_along("tensor") == 1 and not is_replaced()
+        if config.model.logprob_chunk_size == "auto" and in_blocks:
             sizes = [tokens, *(size for size in (16384, 8192, 4096, 2048, 1024) if size < tokens)]
             larger = (found.with_values(logprob_chunk_size=size) for size in sizes if size > LEAST_CHUNK)
             chosen = next((changed for changed in larger if fits(changed)), found)

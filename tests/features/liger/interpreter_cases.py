@@ -142,6 +142,13 @@ class WrongGradientOfNorm(NORM):
         return of_input, 0.9 * of_weight, *others
 
 
+class NanGradientOfNorm(NORM):
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        of_input, of_weight, *others = NORM.backward(ctx, *upstream)
+        return of_input, torch.nan * of_weight, *others
+
+
 def step_of_a_rank(checkpoint: str, values: dict[str, Any]) -> dict[str, float]:
     backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
     return backend.train_step(packs_of_this_rank(samples(seed=0)[:2], 256), LOSSES["grpo"], LossConfig())
@@ -164,8 +171,9 @@ class Raising(torch.autograd.Function):
     ("kernel", "wrong", "words"),
     [
         ("LigerRopeFunction", WrongRope, "changes the logprobs of LlamaForCausalLM by"),
-        ("LigerSiLUMulFunction", WrongGradientOfProduct, "its gradients by"),
-        ("LigerRMSNormFunction", WrongGradientOfNorm, "its gradients by"),
+        ("LigerSiLUMulFunction", WrongGradientOfProduct, "the gradients of .* by"),
+        ("LigerRMSNormFunction", WrongGradientOfNorm, r"the gradients of model.*norm.weight by 0.1 of"),
+        ("LigerRMSNormFunction", NanGradientOfNorm, r"the gradients of model.*norm.weight by inf of"),
         ("LigerRMSNormFunction", Raising, "--liger does not work with LlamaForCausalLM: RuntimeError: out of shared"),
     ],
 )

@@ -104,11 +104,20 @@ class RoundsOnce:
             return (F.silu(gate.float()) * up.float()).to(up.dtype)
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.9])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_rounding_is_accepted_and_an_error_is_not(
-    dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class ScaledGradient(torch.autograd.Function):
+    """The identity with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return ctx.factor * upstream[0], None
+
+
+def probe_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> LigerFeature:
     register_attention()
     model = zoo.build("qwen3", num_hidden_layers=12).to(dtype)
     model.set_attn_implementation(SEGMENTS)
@@ -116,11 +125,43 @@ def test_in_half_precision_rounding_is_accepted_and_an_error_is_not(
     feature.transform_model(model, None)  # pyright: ignore
     install_policy_forward(model, chunk_size=64)
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", RoundsOnce)  # pyright: ignore
+    feature.after_probe(model, LayoutProbe("packed", SEGMENTS, 0.0, 0.0), model.config.vocab_size)
+    return feature
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_rounding_is_accepted_and_an_error_is_not(
+    dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RoundsOnce.LigerRopeFunction, "factor", factor)
-    layout = LayoutProbe("packed", SEGMENTS, 0.0, 0.0)
     with nullcontext() if factor == 1.0 else pytest.raises(ConfigError, match="--liger changes the logprobs"):
-        feature.after_probe(model, layout, model.config.vocab_size)
-    assert feature.lines[0].startswith("liger kernels in 12 Qwen3Attention" if factor == 1.0 else "")
+        assert probe_in(dtype, monkeypatch).lines[0].startswith("liger kernels in 12 Qwen3Attention")
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.8, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_a_wrong_gradient_of_small_weights_is_found(
+    dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of norms have 1 to 4 % of the norm of all gradients."""
+    norm = RoundsOnce.LigerRMSNormFunction.apply
+
+    def wrong(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        return norm(x, ScaledGradient.apply(weight, factor), *options)  # pyright: ignore
+
+    monkeypatch.setattr(RoundsOnce.LigerRMSNormFunction, "apply", wrong)
+    with pytest.raises(ConfigError, match=r"the gradients of model\..*norm.weight by"):
+        probe_in(dtype, monkeypatch)
+
+
+def test_gradients_that_are_zero_are_compared() -> None:
+    """Those of a LoRA matrix A, while B is zero."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    for wrong in (0.0, 1.0):
+        zeros, others = torch.zeros(2, 2), torch.full((2, 2), wrong)
+        found, _ = liger._largest_difference(model, [(model.weight, others)], [(model.weight, zeros)], floor=1e-2)
+        assert found > 1 if wrong else found == 0
 
 
 @pytest.mark.parametrize(

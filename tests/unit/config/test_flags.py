@@ -65,6 +65,10 @@ def test_flags_are_read(flat, argv, expected):
             ["--fsdp-reshard-after-forward", "some"],
             "--fsdp-reshard-after-forward must be true or false or auto, got 'some'",
         ),
+        (
+            ["--no-fsdp-reshard-after-forward=auto"],
+            "--no-fsdp-reshard-after-forward takes no value, got 'auto'",
+        ),
         (["--logprob-chunk-size", "all"], "--logprob-chunk-size must be a whole number or auto, got 'all'"),
         (["--logprob-chunk-size", "0"], "--logprob-chunk-size must be at least 1, got 0"),
         (["--speed", "fat"], "--speed must be one of standard, fast, got 'fat'; did you mean 'fast'?"),

@@ -129,6 +129,7 @@ CORE_AND_FEATURES = [
      ["--activation-memory-budget", "--gradient-checkpointing", "remove one"], {"activation_memory_budget": 1.0}),
     ({"speed": "fast", "backend": "megatron"}, ["--speed fast", "--backend megatron"], {"backend": "fsdp"}),
     ({"liger": True, "compile": True}, ["--liger", "--compile", "leave one of them out"], {"compile": False}),
+    ({"liger": True, "expert_parallel_size": 2}, ["--liger", "--expert-parallel-size 2"], {"liger": False}),
     ({"liger": True, **TENSOR}, ["--liger", "--tensor-parallel-size 2"], {"liger": False}),
     ({"context_parallel_recurrent": "gather"}, ["--context-parallel-recurrent", "--context-parallel-size"],
      {"context_parallel_size": 2}),

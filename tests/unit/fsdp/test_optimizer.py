@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
+from fsdptrain.fsdp import optimizer as optimizer_module
 from fsdptrain.fsdp.optimizer import DECAYS, Optimizer, lr_schedule
 from tests.testing import tiny_qwen3
 
@@ -130,6 +131,23 @@ def test_in_float32_the_step_clips_as_a_pass_over_the_gradients_would(clip: floa
         torch.testing.assert_close(a, b, rtol=1e-7, atol=2e-8)
     [first, *_] = reference.state.values()
     torch.testing.assert_close(optimizer.tensors()["model.embed_tokens.weight.exp_avg"], first["exp_avg"])
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_gradients_are_clipped_before_the_step_where_the_kernel_may_ignore_the_divisor(
+    in_step: bool, monkeypatch: pytest.MonkeyPatch
+):
+    assert optimizer_module._CLIPS_IN_STEP == ("cpu", "cuda")
+    monkeypatch.setattr(optimizer_module, "_CLIPS_IN_STEP", ("cpu",) if in_step else ())
+    model = tiny_qwen3()
+    optimizer = Optimizer(model, OptimConfig(clip_grad=0.5), total_steps=10, fp16=False)
+    for end in (optimizer.step, optimizer.skip):
+        fill_gradients(model, 0)
+        optimizer.clip()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        assert norm > 1 if in_step else norm == pytest.approx(0.5)
+        end()
+        assert optimizer._adam.grad_scale is None, "the divisor is that of one step"  # pyright: ignore
 
 
 def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():

@@ -14,6 +14,7 @@ from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.memory.demand import GIB
 from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
 from fsdptrain.tools.inspect import inspection
+from fsdptrain.tools.plan import plan as plan_module
 from fsdptrain.tools.plan import remedies
 from fsdptrain.tools.plan.activations import MemoryPeak
 from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
@@ -99,14 +100,58 @@ def test_sizes_that_are_given_stay():
     )
 
 
+def test_the_chunk_is_the_smallest_where_its_logits_are_copied_whole(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan_module, "is_replaced", lambda: True)
+    assert PLANNER.choose_sizes(config(), 80 * GIB).model.logprob_chunk_size == 512
+    monkeypatch.undo()
+    assert PLANNER.choose_sizes(config(), 80 * GIB).model.logprob_chunk_size == 1024
+    split = config(tensor_parallel_size=2, fsdp_reshard_after_forward="auto")
+    chosen = PLANNER.choose_sizes(split, 80 * GIB)
+    assert (chosen.model.logprob_chunk_size, chosen.fsdp.reshard_after_forward) == (512, False)
+
+
+def test_in_deterministic_mode_the_sizes_do_not_depend_on_free_memory():
+    given = config(deterministic_mode=True, fsdp_reshard_after_forward="auto")
+    chosen = PLANNER.choose_sizes(given, 80 * GIB)
+    assert (chosen.model.logprob_chunk_size, chosen.fsdp.reshard_after_forward) == (512, True)
+
+
+AUTO = config(fsdp_reshard_after_forward="auto")
+
+
+def choose_on(rank: int, choices: list[Any], monkeypatch: pytest.MonkeyPatch, free: tuple[int, int]) -> Config:
+    """The result of `rank` of two. `choices` are exchanged after the free memory."""
+    answers = iter([list(free), choices])
+
+    def gather(value: Any) -> list[Any]:
+        values = next(answers)
+        assert values[rank] == value, "this rank's own"
+        return values
+
+    monkeypatch.setattr(run_memory, "gather", gather)
+    monkeypatch.setattr(run_memory.platform, "device_memory", lambda: (free[rank], 80 * GIB))
+    return run_memory.choose_sizes(PLANNER, AUTO)
+
+
 def test_ranks_choose_by_the_least_free_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_memory, "gather", lambda free: [free, 30 * GIB])
-    monkeypatch.setattr(run_memory.platform, "device_memory", lambda: (80 * GIB, 80 * GIB))
-    given = config(fsdp_reshard_after_forward="auto")
-    assert run_memory.choose_sizes(PLANNER, given) == PLANNER.choose_sizes(given, 30 * GIB)
-    assert PLANNER.choose_sizes(given, 30 * GIB) != PLANNER.choose_sizes(given, 80 * GIB)
-    assert run_memory.choose_sizes(None, given) is given  # on a CPU
-    assert (given.model.chunk_size, bool(given.fsdp.reshard_after_forward)) == (512, True)
+    wanted = PLANNER.choose_sizes(AUTO, 30 * GIB)
+    choice = {flat: wanted.value(flat) for flat in ("logprob_chunk_size", "fsdp_reshard_after_forward")}
+    for rank in range(2):
+        assert choose_on(rank, [choice, choice], monkeypatch, (80 * GIB, 30 * GIB)) == wanted
+    assert wanted != PLANNER.choose_sizes(AUTO, 80 * GIB)
+    assert run_memory.choose_sizes(None, AUTO) is AUTO  # on a CPU
+    assert (AUTO.model.chunk_size, bool(AUTO.fsdp.reshard_after_forward)) == (512, True)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_all_ranks_use_the_choice_of_rank_0_if_a_rank_cannot_plan(failing: int, monkeypatch: pytest.MonkeyPatch):
+    choice = {"logprob_chunk_size": 1024, "fsdp_reshard_after_forward": False}
+    choices: list[Any] = [choice, choice]
+    choices[failing] = {}
+    for rank in range(2):
+        monkeypatch.setattr(run_memory, "_choice", lambda *_, rank=rank: choices[rank])
+        found = choose_on(rank, choices, monkeypatch, (80 * GIB, 80 * GIB))
+        assert found == (AUTO.with_values(**choice) if failing else AUTO)
 
 
 def test_inspect_says_what_auto_means_on_this_machine(monkeypatch: pytest.MonkeyPatch):
