@@ -44,15 +44,13 @@ def start_checksum(tensor: Tensor, kind: "ChecksumKind" = "bits") -> StartedChec
     """
     if kind != "bits":
         tensor = tensor.float()
-    if tensor.is_floating_point():
-        tensor = tensor + 0.0
+    flat = tensor.detach().contiguous().view(-1)
+    size = _ROW * _ROWS_AT_ONCE.get(flat.device.type, _MANY_ROWS)  # words
     if kind == "multiset":
-        return StartedChecksum(_unordered(tensor), tensor.numel(), is_ordered=False)
-    words = _words(tensor)
-    whole = len(words) // _ROW * _ROW
-    blocks = words[:whole].view(-1, _ROW).split(_ROWS_AT_ONCE.get(words.device.type, _MANY_ROWS))
-    sums = [_hashed_by_position(block).sum(-1) for block in [*blocks, words[whole:][None]]]
-    return StartedChecksum(torch.cat(sums), tensor.numel(), is_ordered=True)
+        sums = [_hashed(_hashed((part + 0.0).view(torch.int32).long())).sum()[None] for part in flat.split(size)]
+    else:
+        sums = [_sums_by_row(_words(part)) for part in flat.split(size * _WORD // flat.itemsize)]
+    return StartedChecksum(torch.cat(sums), tensor.numel(), is_ordered=kind != "multiset")
 
 
 def finish_checksums(started: Mapping[_K, StartedChecksum]) -> dict[_K, int]:
@@ -78,31 +76,37 @@ def _total(sums: Sequence[int], started: StartedChecksum) -> int:
     return total
 
 
-def _unordered(values: Tensor) -> Tensor:
-    """Sums of the hashes of the elements, [blocks]. `values` is float32."""
-    size = _ROW * _ROWS_AT_ONCE.get(values.device.type, _MANY_ROWS)
-    parts = values.detach().reshape(-1).view(torch.int32).split(size)
-    return torch.stack([_hashed(_hashed(part.long())).sum() for part in parts])
-
-
 def _hashed(words: Tensor) -> Tensor:
     """A hash of each element; zero stays zero."""
     mixed = words * _ODD
     return mixed ^ (mixed >> 29)
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor` in order, padded with zeros to whole words. [words] i64"""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.numel() % _WORD or flat.storage_offset() % _WORD:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _WORD)).clone()
+def _words(flat: Tensor) -> Tensor:
+    """The bytes of `flat` in order, with positive zeros, padded with zeros to whole words. [words] i64"""
+    flat = flat + 0.0 if flat.is_floating_point() else flat.clone()
+    flat = flat.view(torch.uint8)
+    if flat.numel() % _WORD:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _WORD))
     return flat.view(torch.int64)
 
 
+def _sums_by_row(words: Tensor) -> Tensor:
+    """Sum of the hashes of the words by row, [rows]. The factor of a word depends on its position in the row.
+
+    Shifts move differences in high bits to low bits.
+    """
+    whole = len(words) // _ROW * _ROW
+    parts = [words[:whole].view(-1, _ROW)] if whole else []
+    if len(words) > whole or not whole:
+        parts.append(words[whole:][None])
+    return torch.cat([_hashed_by_position(part) for part in parts])
+
+
 def _hashed_by_position(words: Tensor) -> Tensor:
-    """[rows, words]: each word times the factor of its position. Shifts move differences in high bits to low bits."""
+    """[rows, words] to [rows]."""
     mixed = (words >> 32).bitwise_xor_(words).mul_(_factors(words.device)[: words.shape[-1]])
-    return mixed.bitwise_xor_(mixed >> 29).mul_(_ODD)
+    return mixed.bitwise_xor_(mixed >> 29).sum(-1)
 
 
 @lru_cache
