@@ -144,6 +144,11 @@ class VLLMServerEngine:
             for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
         ]
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a server has read or received in the last weight sync, the largest number. Rank 0 knows it."""
+        return 0 if self.fleet is None else self.fleet.sent_bytes
+
     def sleep(self) -> None:
         """Servers have their own devices and keep weights and cache."""
         self._stacks.disarm()
@@ -184,9 +189,11 @@ class VLLMServerEngine:
         tag, ready = f"{self._run_id}/{policy_version}", []
         with self._syncing() as previous_tag:
             with raise_on_all_ranks(RolloutError, _FLAG), self._pointing_to_stacks():
-                if self.fleet is not None:
+                if self.fleet is not None and self._folder is not None:
                     self._stacks.arm(self.response_timeout)
-                    ready = self.loop.run(self.fleet.switch(Weights(files, tag, previous_tag, adapter)))
+                    deltas = self._folder.deltas if files else []
+                    weights = Weights(files, tag, deltas, previous_tag, adapter)
+                    ready = self.loop.run(self.fleet.switch(weights))
             self._ready = gather(ready)[0]
             self._stacks.disarm()
             self.policy_version, self._tag = policy_version, tag

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fsdptrain.vllm.worker.readback import checksums
+from fsdptrain.vllm.worker.received_files import ReceivedFiles
 from fsdptrain.vllm.worker.reload import reload_weights
 from fsdptrain.vllm.worker.weight_group import Plane, WeightGroup, join_store, local_address, tensors_of
 
@@ -25,6 +26,7 @@ class WorkerExtension:
     get_model: Callable[[], nn.Module]  # attributes of vLLM's own worker
     vllm_config: Any
     device: torch.device
+    _fsdptrain_last: ReceivedFiles | None = None
 
     def fsdptrain_checksums(self, names: list[str], kind: Any) -> dict[str, int]:
         """Checksums of the layers that vLLM computes with, by names of a checkpoint; unreadable ones are left out."""
@@ -32,15 +34,35 @@ class WorkerExtension:
 
     def fsdptrain_load_files(self, paths: list[str]) -> str | None:
         """Load all weights from files that this machine can read. Returns the error, if there is one."""
+        self._fsdptrain_last = None
         return self._load(_tensors_in(paths, self.device))
 
-    def fsdptrain_receive_weights(
-        self, plane: Plane, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]
-    ) -> str | None:
-        """Load all weights from files of `sizes` bytes that the trainer at `host` broadcasts. Returns the error.
+    def fsdptrain_last_received(self) -> str | None:
+        """The version whose files this worker still holds, so that it can take a sparse delta."""
+        return None if self._fsdptrain_last is None else self._fsdptrain_last.tag
 
-        world_size: of the trainer and all workers of this engine.
+    def fsdptrain_receive_weights(
+        self,
+        plane: Plane,
+        host: str,
+        port: int,
+        world_size: int,
+        timeout_s: float,
+        sizes: list[int],
+        sent_sizes: list[int],
+        tag: str,
+    ) -> str | None:
+        """Load all weights of version `tag` from files that the trainer at `host` broadcasts. Returns the error.
+
+        world_size: of the trainer and all workers of this engine. sizes: of the files. sent_sizes: less for a file that
+        comes as a sparse delta against the last one. [bytes]
         """
+        last, self._fsdptrain_last = self._fsdptrain_last, None
+        if sizes == sent_sizes:
+            del last  # frees its memory
+            last = ReceivedFiles(f"fsdptrain-{tag}-{port}".replace("/", "-"), sizes)
+        if last is None:
+            return "RuntimeError: a sparse delta came, and the files of the version before are not here"
         parallel = self.vllm_config.parallel_config
         group = WeightGroup(
             plane,
@@ -50,9 +72,13 @@ class WorkerExtension:
             timeout_s=timeout_s,
             address=local_address(host),
         )
-        error = self._load(pair for size in sizes for pair in tensors_of(group.receive(size)))
+        last.unlink()  # every worker has opened it
+        received = (last.update(i, group.receive(size)) for i, size in enumerate(sent_sizes))
+        error = self._load(pair for file in received for pair in tensors_of(file))
         if error is None:
             group.close()
+            last.finish(tag)
+            self._fsdptrain_last = last
         return error
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:

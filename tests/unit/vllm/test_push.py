@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fsdptrain.vllm.server.client import Deadline, ServerGoneError, ServerRefusedError
-from fsdptrain.vllm.server.push import send_files
+from fsdptrain.vllm.server.push import Weights, send_files
+from fsdptrain.vllm.server import weight_files
 from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name
+from fsdptrain.vllm.worker.sparse_delta import apply_sparse_delta
 from fsdptrain.vllm.worker.weight_group import tensors_of
 from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import ScriptedServer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
+SHAPES = [(9_000, torch.float32), (40_000, torch.bfloat16), (1, torch.bfloat16), (0, torch.int8), (5, torch.float16),
+          (66_001, torch.int8)]  # fmt: skip
 shapes = st.lists(st.integers(0, 5), max_size=3)
 tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=8)
 
@@ -54,6 +58,41 @@ def test_files_have_every_tensor_of_the_newest_version_once(tmp_path_factory, ki
     assert not path.exists()
 
 
+@given(st.lists(st.lists(st.sampled_from([0, 1, 2, 3, -1]), min_size=6, max_size=6), min_size=2, max_size=4))
+def test_the_deltas_of_a_version_give_its_files(tmp_path_factory, changes):
+    """From the files of the version before, whatever has changed between two versions: nothing, elements or all."""
+    folder = WeightFolder(tmp_path_factory.mktemp("weights") / "here", max_file_bytes=70_000, with_deltas=True)
+    weights = {f"t{i}": torch.rand(size).to(dtype) for i, (size, dtype) in enumerate(SHAPES)}
+    held: list[np.ndarray] = []
+    for version, numbers in enumerate(changes):
+        for tensor, number in zip(weights.values(), numbers, strict=True):
+            tensor[: len(tensor) if number < 0 else number] *= 3
+        files = [np.fromfile(path, np.uint8) for path in folder.write(weights.items())]
+        if not version:
+            assert folder.deltas == [None] * len(files)
+            held = files
+        for i, delta in enumerate(folder.deltas):
+            if delta is None:
+                held[i] = files[i]
+            else:
+                assert len(delta) <= len(files[i]) / 2
+                apply_sparse_delta(held[i], delta)
+        assert all(map(np.array_equal, held, files))
+    if not any(map(any, changes[1:])):
+        assert all(delta is not None for delta in folder.deltas)
+
+
+def test_servers_get_all_weights_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_files, "FULL_EVERY", 3)
+    folder = WeightFolder(tmp_path / "here", max_file_bytes=10_000, with_deltas=True)
+    weights = {"weight": torch.ones(1000)}
+    full = []
+    for _ in range(8):
+        folder.write(weights.items())
+        full.append(folder.deltas[0] is None)
+    assert full == [True, False, False, True, False, False, True, False]
+
+
 def test_a_full_disk_is_reported_after_all_weights_were_gathered(tmp_path):
     """Iterating is collective: the other ranks must not wait for this one."""
     read = []
@@ -79,7 +118,7 @@ def test_a_server_that_does_not_join_the_group_is_not_waited_for(fault):
         server.refuses[path] = "no such engine"
     start = time.monotonic()
     with pytest.raises(ServerGoneError if fault == "dies" else ServerRefusedError, match=f"POST {path}"):
-        run_in_loop(send_files(server.client, [], Deadline(60.0), "gloo"))
+        run_in_loop(send_files(server.client, Weights([], "run/1"), Deadline(60.0), "gloo"))
     assert time.monotonic() - start < 20
 
 
