@@ -49,8 +49,9 @@ def start_checksum(tensor: Tensor, kind: "ChecksumKind" = "bits") -> StartedChec
     if kind == "multiset":
         sums = [_hashed(_hashed((part + 0.0).view(torch.int32).long())).sum()[None] for part in flat.split(size)]
     else:
-        sums = [_sums_by_row(_words(part)) for part in flat.split(size * _WORD // flat.itemsize)]
-    return StartedChecksum(torch.cat(sums), tensor.numel(), is_ordered=kind != "multiset")
+        sums = [sum_ for part in flat.split(size * _WORD // flat.itemsize) for sum_ in _sums_by_row(_words(part))]
+    together = torch.cat(sums) if len(sums) > 1 else sums[0]
+    return StartedChecksum(together, tensor.numel(), is_ordered=kind != "multiset")
 
 
 def finish_checksums(started: Mapping[_K, StartedChecksum]) -> dict[_K, int]:
@@ -91,22 +92,22 @@ def _words(flat: Tensor) -> Tensor:
     return flat.view(torch.int64)
 
 
-def _sums_by_row(words: Tensor) -> Tensor:
-    """Sum of the hashes of the words by row, [rows]. The factor of a word depends on its position in the row.
+def _sums_by_row(words: Tensor) -> list[Tensor]:
+    """Sums of the hashes of the words of each row. [rows]
 
-    Shifts move differences in high bits to low bits.
+    The factor of a word depends on its position in the row.
     """
     whole = len(words) // _ROW * _ROW
     parts = [words[:whole].view(-1, _ROW)] if whole else []
     if len(words) > whole or not whole:
         parts.append(words[whole:][None])
-    return torch.cat([_hashed_by_position(part) for part in parts])
+    return [_hashed_by_position(part).sum(-1) for part in parts]
 
 
 def _hashed_by_position(words: Tensor) -> Tensor:
-    """[rows, words] to [rows]."""
+    """[rows, words]: each word times the factor of its position. Shifts move differences in high bits to low bits."""
     mixed = (words >> 32).bitwise_xor_(words).mul_(_factors(words.device)[: words.shape[-1]])
-    return mixed.bitwise_xor_(mixed >> 29).sum(-1)
+    return mixed.bitwise_xor_(mixed >> 29)
 
 
 @lru_cache

@@ -1,7 +1,7 @@
 """Sparse deltas of files: positions and values of what has changed, bit by bit.
 
-At the learning rates of reinforcement learning most bfloat16 weights stay the same in a step. Trainer and vLLM's workers
-import this in different environments: it needs only numpy.
+At the learning rates of reinforcement learning most bfloat16 weights stay the same in a step. Trainer and vLLM's
+workers import this in different environments: it needs only numpy.
 """
 
 from collections.abc import Iterator

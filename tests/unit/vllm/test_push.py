@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from fsdptrain.vllm.server import weight_files
 from fsdptrain.vllm.server.client import Deadline, ServerGoneError, ServerRefusedError
 from fsdptrain.vllm.server.push import Weights, send_files
-from fsdptrain.vllm.server import weight_files
 from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name
 from fsdptrain.vllm.worker.sparse_delta import apply_sparse_delta
 from fsdptrain.vllm.worker.weight_group import tensors_of
