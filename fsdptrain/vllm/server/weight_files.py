@@ -36,6 +36,7 @@ class WeightFolder:
         self._num_files = 0  # of all versions: a name is never used twice
         self._num_versions = 0
         self._files: list[Path] = []
+        self._sizes: list[int] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)  # holds the tensors of one file
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True, mode=0o700)
@@ -63,6 +64,9 @@ class WeightFolder:
             path.unlink(missing_ok=True)
         if error is not None:
             raise error
+        last, self._sizes = self._sizes, [path.stat().st_size for path in self._files]
+        if last != self._sizes:
+            self.deltas = [None] * len(self._files)
         return self._files
 
     def _parts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[bytes, memoryview]]:

@@ -64,15 +64,18 @@ class WorkerExtension:
         if last is None:
             return "RuntimeError: a sparse delta came, and the files of the version before are not here"
         parallel = self.vllm_config.parallel_config
-        group = WeightGroup(
-            plane,
-            join_store(host, port, world_size, timeout_s),
-            rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            world_size=world_size,
-            timeout_s=timeout_s,
-            address=local_address(host),
-        )
-        last.unlink()  # every worker has opened it
+        try:
+            group = WeightGroup(
+                plane,
+                join_store(host, port, world_size, timeout_s),
+                rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+                world_size=world_size,
+                timeout_s=timeout_s,
+                address=local_address(host),
+            )
+        finally:
+            last.unlink()
+        last.allocate()
         received = (last.update(i, group.receive(size)) for i, size in enumerate(sent_sizes))
         error = self._load(pair for file in received for pair in tensors_of(file))
         if error is None:

@@ -5,6 +5,7 @@ vLLM stores weights in layouts of its own, so that a delta cannot be applied to 
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,18 +22,34 @@ _SHARE = 0.5  # of the available memory
 
 
 class ReceivedFiles:
-    """One copy for all workers of this machine: they write the same bytes. It ends with the last of them."""
+    """One copy for all workers of this machine: they write the same bytes. It ends with the last of them.
+
+    Without room for it every push is a full one.
+    """
 
     def __init__(self, name: str, sizes: Sequence[int]) -> None:
-        """`sizes` of the files [bytes]. Every worker opens the memory `name` before one of them calls `unlink`."""
-        self.tag: str | None = None  # of the version, once all files have been loaded
+        """Open the memory `name` for files of `sizes` [bytes]. Nothing is allocated yet."""
+        self.tag: str | None = None  # of the version, once all its files have been loaded
         self._sizes = sizes
         self._path = _SHARED_MEMORY / name
-        *self._starts, total = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
-        self._memory = _shared_memory(self._path, total)
+        *self._starts, self._total = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+        self._memory: Tensor | None = None
+        self._file: int | None = None
+        if self._total < _SHARE * host_memory()[0]:
+            with suppress(OSError):
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
     def unlink(self) -> None:
+        """Call when every worker of this machine has opened the memory: it then ends with them."""
         self._path.unlink(missing_ok=True)
+
+    def allocate(self) -> None:
+        if self._file is None:
+            return
+        with suppress(OSError), os.fdopen(self._file, "r+b") as file:
+            os.posix_fallocate(self._file, 0, self._total)
+            self._memory = torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(self._total,)))
+        self._file = None
 
     def update(self, index: int, sent: Tensor) -> Tensor:
         """File `index`, from the whole file or its sparse delta. [bytes] u8"""
@@ -48,20 +65,3 @@ class ReceivedFiles:
 
     def finish(self, tag: str) -> None:
         self.tag = None if self._memory is None else tag
-
-
-def _shared_memory(path: Path, nbytes: int) -> Tensor | None:
-    """[nbytes] u8. None without room: then every push is a full one."""
-    if not path.exists() and nbytes > _SHARE * host_memory()[0]:
-        return None
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.posix_fallocate(file, 0, nbytes)
-            with os.fdopen(file, "r+b", closefd=False) as opened:
-                return torch.from_numpy(np.memmap(opened, np.uint8, "r+", shape=(nbytes,)))
-        finally:
-            os.close(file)
-    except OSError:
-        path.unlink(missing_ok=True)
-        return None

@@ -93,6 +93,15 @@ def test_servers_get_all_weights_now_and_then(tmp_path: Path, monkeypatch: pytes
     assert full == [True, False, False, True, False, False, True, False]
 
 
+def test_other_tensors_than_before_are_sent_in_full(tmp_path: Path) -> None:
+    folder = WeightFolder(tmp_path / "here", max_file_bytes=4000, with_deltas=True)
+    weights = {"a": torch.ones(1000), "b": torch.ones(1000)}
+    for more in ({}, {}, {"c": torch.ones(1)}, {"c": torch.ones(2)}, {"c": torch.zeros(2)}):
+        folder.write((weights | more).items())
+        assert len({delta is None for delta in folder.deltas}) == 1
+    assert folder.deltas[0] is not None
+
+
 def test_a_full_disk_is_reported_after_all_weights_were_gathered(tmp_path):
     """Iterating is collective: the other ranks must not wait for this one."""
     read = []
