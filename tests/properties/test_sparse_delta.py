@@ -29,7 +29,7 @@ def require_delta(old: np.ndarray, new: np.ndarray) -> np.ndarray | None:
     delta = sparse_delta(old, new)
     if delta is not None:
         assert len(delta) == smallest(old, new)
-        assert len(delta) <= len(new) / 2 + 1
+        assert len(delta) <= 0.75 * len(new) + 1
         held = old.copy()
         for _ in range(2):  # workers that share the memory apply it one after the other
             apply_sparse_delta(held, delta)

@@ -194,6 +194,7 @@ class VLLMServerEngine:
                     deltas = self._folder.deltas if files else []
                     weights = Weights(files, tag, deltas, previous_tag, adapter)
                     ready = self.loop.run(self.fleet.switch(weights))
+                    self._folder.deltas.clear()  # of `weights` too: frees them
             self._ready = gather(ready)[0]
             self._stacks.disarm()
             self.policy_version, self._tag = policy_version, tag

@@ -12,11 +12,11 @@ import numpy as np
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _BLOCK = 1 << 16  # words of two bytes, as an element of bfloat16: two bytes also hold a position in a block
-_LARGEST = 0.5  # of the file: the trainer keeps deltas in memory
+_LARGEST = 0.75  # of the file: the trainer keeps deltas in memory
 
 
 def sparse_delta(old: Bytes, new: Bytes) -> Bytes | None:
-    """What turns `old` into `new`; None if that is more than half of `new`.
+    """What turns `old` into `new`; None if that is more than three quarters of `new`.
 
     The number of changed words of each block; then, by block, positions and values, or all words if that is less; then
     an odd last byte.
