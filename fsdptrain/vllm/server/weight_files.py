@@ -96,7 +96,7 @@ class WeightFolder:
             torch.accelerator.synchronize()
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text, memoryview(self._buffer[:size].numpy())
+        return len(text).to_bytes(8, "little") + text, self._buffer[:size].numpy().data
 
     def make_subfolder(self, name: str) -> Path:
         """An empty folder beside the files."""
