@@ -71,7 +71,7 @@ def measure(num_tensors: int, rounds: int) -> dict[str, Any]:
     sent = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         folder = WeightFolder(Path(place) / "weights", max_file_bytes=512 * 2**20)
-        held = [np.fromfile(path, np.uint8) for path in folder.write(stream("hub"))]
+        held = [np.fromfile(path, np.uint8) for path in folder.write(stream("hub"), "first")]
         for number in range(rounds + 1):
             change(model, seed=number)
             clock = Clock()
@@ -81,7 +81,7 @@ def measure(num_tensors: int, rounds: int) -> dict[str, Any]:
             clock.stop("hf")
             finish_checksums({name: start_checksum(tensor) for name, tensor in stream("hub")})
             clock.stop("checksums")
-            files = folder.write(stream("hub"))
+            files = folder.write(stream("hub"), str(number))
             clock.stop("files")
             deltas = [sparse_delta(old, read(path)) for old, path in zip(held, files, strict=True)]
             clock.stop("deltas")

@@ -132,7 +132,7 @@ def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[
     backend = FSDPBackend(config(checkpoint), total_steps=10)
     engine = HFEngine(Path(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
     files = WeightFolder(Path(folder) / str(dist.get_rank()), max_file_bytes=100_000, with_deltas=True)
-    files.write(backend.hf_weights("hub"))
+    files.write(backend.hf_weights("hub"), "run/1")
     sent = SentTensors()
 
     def recorded() -> Iterator[tuple[str, torch.Tensor]]:
@@ -146,7 +146,7 @@ def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[
         held = engine.checksums(list(found))
     assert held == {name: one.checksums["bits"] for name, one in found.items()}
     with Reads() as to_files:
-        files.write(backend.hf_weights("hub"))
+        files.write(backend.hf_weights("hub"), "run/2")
     assert not any(delta is None for delta in files.deltas)
     nbytes = sum(parameter.nbytes for parameter in backend.model.parameters())
     gathered = sum(gathers.bytes.values())

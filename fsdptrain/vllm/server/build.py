@@ -144,7 +144,10 @@ def weight_path(config: Config, checkpoint: Path) -> Path:
         return Path(options.weight_sync_dir) / name
     if options.weight_transfer != "file" or all(is_local(host_of(url)) for url in config.section(VllmConfig).urls):
         # twice the files of the checkpoint, whose dtype may be half as wide as the compute dtype
-        shared = shared_memory(2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")))
+        needed = 2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+        if options.weight_transfer != "file":  # a file is compared with the one before
+            needed += min(needed, options.update_weight_buffer_size)
+        shared = shared_memory(needed)
         if shared is not None:
             return shared / name
     return Path(config.run.output_dir) / name

@@ -26,7 +26,7 @@ class Weights:
     files: Sequence[Path]
     tag: str  # run id, slash, version
     deltas: Sequence[Bytes | None] = ()  # by file, against those of `previous_tag`; None: send the file
-    previous_tag: str | None = None
+    previous_tag: str | None = None  # of the version that `deltas` are against, or of the previous adapter
     adapter: Path | None = None  # folder of a LoRA adapter, instead of `files`
 
 
@@ -82,15 +82,17 @@ async def send_files(client: VLLMClient, weights: Weights, deadline: Deadline, p
     group, so that one that dies does not affect the others.
     """
     parts: list[Path | Bytes] = list(weights.files)
-    if any(delta is not None for delta in weights.deltas):
+    base = None
+    if weights.previous_tag is not None and any(delta is not None for delta in weights.deltas):
         held = await client.call_workers("fsdptrain_last_received", timeout=deadline.left)
         if set(held) == {weights.previous_tag}:
+            base = weights.previous_tag
             parts = [path if delta is None else delta for path, delta in zip(parts, weights.deltas, strict=True)]
     world_size, address = 1 + await client.world_size(timeout=deadline.left), local_address(client.host)
     store = create_store(address, world_size, deadline.left)
     sizes = [path.stat().st_size for path in weights.files]
     sent_sizes = [size if isinstance(part, Path) else len(part) for part, size in zip(parts, sizes, strict=True)]
-    join = (plane, address, store.port, world_size, deadline.left, sizes, sent_sizes, weights.tag)
+    join = (plane, address, store.port, world_size, deadline.left, sizes, sent_sizes, weights.tag, base)
     answer = asyncio.ensure_future(_load(client, "fsdptrain_receive_weights", *join, timeout=deadline.left))
     groups: list[WeightGroup] = []  # until the server has answered: what was sent last may still be on its way
 

@@ -30,7 +30,9 @@ class WeightFolder:
 
     def __init__(self, path: Path, *, max_file_bytes: int, with_deltas: bool = False) -> None:
         self.path = path
-        self.deltas: list[Bytes | None] = []  # of `files`, against the previous version; None: send the file
+        self.base: str | None = None  # tag of the version that `deltas` are against
+        self.deltas: list[Bytes | None] = []  # of the files; None: send the file
+        self._tag: str | None = None  # of the files; None: a write has failed
         self._with_deltas = with_deltas
         self._max_file_bytes = max_file_bytes
         self._num_files = 0  # of all versions: a name is never used twice
@@ -41,18 +43,22 @@ class WeightFolder:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True, mode=0o700)
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> list[Path]:
-        """Replace the files by `weights`, in files of at most `max_file_bytes` or of one tensor.
+    def write(self, weights: Iterable[tuple[str, Tensor]], tag: str) -> list[Path]:
+        """Replace the files by `weights` of version `tag`, in files of at most `max_file_bytes` or of one tensor.
 
         Reads `weights` to its end even after an OSError, because iterating it is collective; then raises the error.
         """
         previous, self._files, self.deltas = self._files, [], []
-        compares = self._with_deltas and self._num_versions % FULL_EVERY > 0
+        last, self._sizes = self._sizes, []
+        self.base, self._tag = self._tag, None
+        compares = self._with_deltas and self.base is not None and self._num_versions % FULL_EVERY > 0
         self._num_versions += 1
         error: OSError | None = None
         for parts in self._parts(weights):
             old = previous.pop(0) if previous else None
             try:
+                if old is not None and not compares:
+                    old.unlink(missing_ok=True)  # makes room
                 if error is None:
                     self._save(parts)
                     self.deltas.append(sparse_delta(read(old), read(self._files[-1])) if old and compares else None)
@@ -64,7 +70,7 @@ class WeightFolder:
             path.unlink(missing_ok=True)
         if error is not None:
             raise error
-        last, self._sizes = self._sizes, [path.stat().st_size for path in self._files]
+        self._tag, self._sizes = tag, [path.stat().st_size for path in self._files]
         if last != self._sizes:
             self.deltas = [None] * len(self._files)
         return self._files

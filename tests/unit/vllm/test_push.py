@@ -1,9 +1,11 @@
 """Weights reach files and workers bit by bit, and a group of workers without waiting for dead ones."""
 
+import errno
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,9 +48,9 @@ def test_the_bytes_of_a_file_hold_every_tensor(tmp_path_factory, kinds):
 def test_files_have_every_tensor_of_the_newest_version_once(tmp_path_factory, kinds, limit):
     path = tmp_path_factory.mktemp("weights") / "here"
     folder = WeightFolder(path, max_file_bytes=limit)
-    folder.write({"old": torch.ones(50)}.items())
+    folder.write({"old": torch.ones(50)}.items(), "run/1")
     weights = make(kinds)
-    files = folder.write(weights.items())
+    files = folder.write(weights.items(), "run/2")
     assert sorted(path.iterdir()) == files
     parts = [load_file(file) for file in files]
     assert sorted(name for part in parts for name in part) == sorted(weights)
@@ -68,7 +70,7 @@ def test_the_deltas_of_a_version_give_its_files(tmp_path_factory, changes):
     for version, numbers in enumerate(changes):
         for tensor, number in zip(weights.values(), numbers, strict=True):
             tensor[: len(tensor) if number < 0 else number] *= 3
-        files = [np.fromfile(path, np.uint8) for path in folder.write(weights.items())]
+        files = [np.fromfile(path, np.uint8) for path in folder.write(weights.items(), f"run/{version}")]
         if not version:
             assert folder.deltas == [None] * len(files)
             held = files
@@ -88,8 +90,8 @@ def test_servers_get_all_weights_now_and_then(tmp_path: Path, monkeypatch: pytes
     folder = WeightFolder(tmp_path / "here", max_file_bytes=10_000, with_deltas=True)
     weights = {"weight": torch.ones(1000)}
     full = []
-    for _ in range(8):
-        folder.write(weights.items())
+    for version in range(8):
+        folder.write(weights.items(), f"run/{version}")
         full.append(folder.deltas[0] is None)
     assert full == [True, False, False, True, False, False, True, False]
 
@@ -98,9 +100,53 @@ def test_other_tensors_than_before_are_sent_in_full(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "here", max_file_bytes=4000, with_deltas=True)
     weights = {"a": torch.ones(1000), "b": torch.ones(1000)}
     for more in ({}, {}, {"c": torch.ones(1)}, {"c": torch.ones(2)}, {"c": torch.zeros(2)}):
-        folder.write((weights | more).items())
+        folder.write((weights | more).items(), "run/1")
         assert len({delta is None for delta in folder.deltas}) == 1
     assert folder.deltas[0] is not None
+
+
+@pytest.mark.parametrize("failing", [1, 2])  # a file of three
+def test_after_a_write_that_failed_no_delta_is_against_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    folder, save = WeightFolder(tmp_path / "here", max_file_bytes=4000, with_deltas=True), WeightFolder._save
+    weights = {name: torch.ones(1000) for name in "abc"}
+
+    def fail(self: WeightFolder, parts: Any) -> None:
+        save(self, parts)
+        if len(self._files) > failing:
+            raise OSError(errno.ENOSPC, "full")
+
+    folder.write(weights.items(), "run/1")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(WeightFolder, "_save", fail)
+        folder.write(weights.items(), "run/2")
+    assert folder.write(weights.items(), "run/3") == sorted((tmp_path / "here").iterdir())
+    assert (folder.base, folder.deltas) == (None, [None] * 3)
+    folder.write(weights.items(), "run/4")
+    assert folder.base == "run/3"
+    assert all(delta is not None for delta in folder.deltas)
+
+
+@pytest.mark.parametrize(("with_deltas", "room"), [(False, 3), (True, 4)])
+def test_a_version_needs_no_room_beside_the_one_before_but_for_one_file_with_deltas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_deltas: bool, room: int
+) -> None:
+    folder, save, peak = (
+        WeightFolder(tmp_path / "here", max_file_bytes=4000, with_deltas=with_deltas),
+        WeightFolder._save,
+        0,
+    )
+
+    def watched(self: WeightFolder, parts: Any) -> None:
+        nonlocal peak
+        save(self, parts)
+        peak = max(peak, len(list(self.path.iterdir())))
+
+    monkeypatch.setattr(WeightFolder, "_save", watched)
+    for version in range(3):
+        folder.write({name: torch.ones(1000) for name in "abc"}.items(), f"run/{version}")
+    assert peak == room
 
 
 @pytest.mark.gpu
@@ -111,7 +157,7 @@ def test_weights_on_a_device_are_written_with_one_wait_per_file(
     weights = {f"t{i}": torch.rand(1000, device=platform.local_device()) for i in range(10)}
     wait, waits = torch.accelerator.synchronize, []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1) or wait())
-    files = WeightFolder(tmp_path / "here", max_file_bytes=8000).write(weights.items())
+    files = WeightFolder(tmp_path / "here", max_file_bytes=8000).write(weights.items(), "run/1")
     assert len(waits) == len(files) == 5
     found = {name: tensor for path in files for name, tensor in load_file(path).items()}
     assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in weights.items())
@@ -129,7 +175,7 @@ def test_a_full_disk_is_reported_after_all_weights_were_gathered(tmp_path):
     folder = WeightFolder(tmp_path / "here", max_file_bytes=400)
     shutil.rmtree(tmp_path / "here")
     with pytest.raises(OSError, match="here"):
-        folder.write(weights())
+        folder.write(weights(), "run/1")
     assert read == [0, 1, 2, 3, 4]
 
 
