@@ -46,14 +46,14 @@ class WeightFolder:
     def write(self, weights: Iterable[tuple[str, Tensor]], tag: str) -> list[Path]:
         """Replace the files by `weights` of version `tag`, in files of at most `max_file_bytes` or of one tensor.
 
-        Reads `weights` to its end even after an OSError, because iterating it is collective; then raises the error.
+        Reads `weights` to its end even after an error, because iterating it is collective; then raises an OSError.
         """
         previous, self._files, self.deltas = self._files, [], []
         last, self._sizes = self._sizes, []
         self.base, self._tag = self._tag, None
         compares = self._with_deltas and self.base is not None and self._num_versions % FULL_EVERY > 0
         self._num_versions += 1
-        error: OSError | None = None
+        error: Exception | None = None
         for parts in self._parts(weights):
             old = previous.pop(0) if previous else None
             try:
@@ -61,15 +61,15 @@ class WeightFolder:
                     old.unlink(missing_ok=True)  # makes room
                 if error is None:
                     self._save(parts)
-                    self.deltas.append(sparse_delta(read(old), read(self._files[-1])) if old and compares else None)
-            except OSError as caught:
+                    self.deltas.append(_delta(old, self._files[-1]) if old and compares else None)
+            except Exception as caught:
                 error = caught
             if old is not None:
                 old.unlink(missing_ok=True)
         for path in previous:
             path.unlink(missing_ok=True)
         if error is not None:
-            raise error
+            raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
         self._tag, self._sizes = tag, [path.stat().st_size for path in self._files]
         if last != self._sizes:
             self.deltas = [None] * len(self._files)
@@ -122,8 +122,15 @@ class WeightFolder:
             file.writelines(parts)
 
 
+def _delta(old: Path, new: Path) -> Bytes | None:
+    try:
+        return sparse_delta(read(old), read(new))
+    except MemoryError:
+        return None
+
+
 def read(path: Path) -> Any:
-    """The bytes of a file, which need no memory. [bytes] u8"""
+    """Memory-map a file. [bytes] u8"""
     return np.memmap(path, np.uint8, "r")
 
 

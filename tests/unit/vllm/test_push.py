@@ -78,7 +78,7 @@ def test_the_deltas_of_a_version_give_its_files(tmp_path_factory, changes):
             if delta is None:
                 held[i] = files[i]
             else:
-                assert len(delta) < len(files[i])
+                assert len(delta) <= 0.75 * len(files[i]) + 1
                 apply_sparse_delta(held[i], delta)
         assert all(map(np.array_equal, held, files))
     if not any(map(any, changes[1:])):
@@ -177,6 +177,26 @@ def test_a_full_disk_is_reported_after_all_weights_were_gathered(tmp_path):
     with pytest.raises(OSError, match="here"):
         folder.write(weights(), "run/1")
     assert read == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("wrong")])
+def test_an_error_of_a_delta_is_not_raised_before_all_weights_were_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    folder = WeightFolder(tmp_path / "here", max_file_bytes=400, with_deltas=True)
+    folder.write({f"t{i}": torch.ones(100) for i in range(3)}.items(), "run/1")
+    monkeypatch.setattr(weight_files, "sparse_delta", fail)
+    weights = iter({f"t{i}": torch.ones(100) for i in range(3)}.items())
+    if isinstance(error, MemoryError):
+        folder.write(weights, "run/2")
+        assert folder.deltas == [None] * 3
+    else:
+        with pytest.raises(OSError, match="ValueError: wrong"):
+            folder.write(weights, "run/2")
+    assert list(weights) == []
 
 
 @pytest.mark.parametrize("fault", ["dies", "refuses"])

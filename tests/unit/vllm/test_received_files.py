@@ -35,8 +35,8 @@ def test_workers_share_one_copy_and_each_reads_the_new_files(folder: Path) -> No
     assert sum(os.stat(path).st_blocks for path in folder.iterdir()) == 0  # a worker may be killed now
     files = some_files(0)
     for worker in workers:
-        worker.unlink()
         worker.allocate()
+        worker.close()
         for i, file in enumerate(files):
             assert torch.equal(worker.update(i, file), file)
         worker.finish("run/1")
@@ -57,7 +57,7 @@ def test_workers_share_one_copy_and_each_reads_the_new_files(folder: Path) -> No
         assert torch.equal(workers[1].update(i, sent[i]), new[i])
 
 
-@pytest.mark.parametrize("full", ["memory", "file system", "nothing is writable"])
+@pytest.mark.parametrize("full", ["memory", "file system", "nothing is writable", "another user's"])
 def test_without_room_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
@@ -66,12 +66,29 @@ def test_without_room_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(received_files, "host_memory", lambda: (sum(SIZES), 1 << 40))
     elif full == "file system":
         monkeypatch.setattr(os, "posix_fallocate", refuse)
+    elif full == "another user's":
+        (folder / "files").touch(mode=0o666)
+        (folder / "files").chmod(0o666)
     else:
         (folder / "files").symlink_to(folder / "elsewhere")
     worker, files = opened(), some_files(0)
-    worker.unlink()
     worker.allocate()
+    worker.close()
     assert [worker.update(i, file) is file for i, file in enumerate(files)] == [True] * 3
     worker.finish("run/1")
     assert worker.tag is None
-    assert not list(folder.iterdir())
+    assert bool(list(folder.iterdir())) == (full in ("nothing is writable", "another user's"))
+
+
+def test_two_servers_of_a_machine_do_not_take_the_same_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def host_memory() -> tuple[int, int]:
+        return 3 * sum(SIZES) - sum(worker._memory is not None for worker in workers) * sum(SIZES), 1 << 40
+
+    monkeypatch.setattr(received_files, "host_memory", host_memory)
+    names = ["a", "a", "b"]  # two workers of server a
+    workers: list[ReceivedFiles] = []
+    workers += [ReceivedFiles(name, SIZES) for name in names]
+    for worker in workers:
+        worker.allocate()
+        worker.close()
+    assert [worker._memory is not None for worker in workers] == [True, True, False]

@@ -24,6 +24,7 @@ class TwoWorkers:
     def __init__(self, failing: int | None) -> None:
         self.failing = failing  # rank of the worker that ends after it has joined
         self.received: list[int] = []
+        self.bases: set[str | None] = set()
         self.last_received: list[str | None] = []  # by worker
 
     async def world_size(self, *, timeout: float) -> int:
@@ -37,6 +38,7 @@ class TwoWorkers:
     def work(
         self, rank: int, plane: Any, host: str, port: int, world_size: int, timeout_s: float, *sizes: Any
     ) -> str | None:
+        self.bases.add(sizes[3])
         store = join_store(host, port, world_size, timeout_s)
         group = WeightGroup(plane, store, rank=rank, world_size=world_size, timeout_s=timeout_s, address="127.0.0.1")
         if rank == self.failing:
@@ -63,18 +65,25 @@ def test_every_worker_receives_every_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "takes_delta"), [(["run/1"] * 2, True), (["run/1", None], False), (["run/0"] * 2, False)]
+    ("held", "base", "takes_delta"),
+    [
+        (["run/1"] * 2, "run/1", True),
+        (["run/1", None], "run/1", False),
+        (["run/0"] * 2, "run/1", False),
+        ([None] * 2, None, False),
+    ],
 )
 def test_only_a_server_whose_workers_hold_the_previous_version_gets_deltas(
-    tmp_path: Path, held: list[str | None], takes_delta: bool
+    tmp_path: Path, held: list[str | None], base: str | None, takes_delta: bool
 ) -> None:
     delta = np.zeros(10, np.uint8)
-    server, given = TwoWorkers(failing=None), weights(tmp_path, deltas=[None, delta], previous_tag="run/1")
+    server, given = TwoWorkers(failing=None), weights(tmp_path, deltas=[None, delta], previous_tag=base)
     server.last_received = held
     sent = run_in_loop(send_files(cast(VLLMClient, server), given, Deadline(60.0), "gloo"))
     full = given.files[0].stat().st_size
     assert sorted(server.received) == sorted(2 * [full, 10 if takes_delta else full])
     assert sent == full + (10 if takes_delta else full)
+    assert server.bases == {base if takes_delta else None}
 
 
 @pytest.mark.parametrize("failing", [1, 2])
