@@ -105,8 +105,11 @@ def _sums_by_row(words: Tensor) -> list[Tensor]:
 
 
 def _hashed_by_position(words: Tensor) -> Tensor:
-    """[rows, words]: each word times the factor of its position. Shifts move differences in high bits to low bits."""
-    mixed = (words >> 32).bitwise_xor_(words).mul_(_factors(words.device)[: words.shape[-1]])
+    """[rows, words]: each word times the factor of its position. Shifts move differences in high bits to low bits.
+
+    The first one is added: with exclusive or, a word and its complement would be equal, as the shift copies the sign.
+    """
+    mixed = (words >> 32).add_(words).mul_(_factors(words.device)[: words.shape[-1]])
     return mixed.bitwise_xor_(mixed >> 29)
 
 

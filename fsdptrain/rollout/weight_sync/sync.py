@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from fsdptrain.protocols import RolloutEngine, TrainBackend
+from fsdptrain.protocols import CountingEngine, RolloutEngine, TrainBackend
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier
 from fsdptrain.types import Metrics
 
@@ -39,7 +39,8 @@ class WeightSync:
         """Metrics of the sync of `version` on this rank; empty if `version` was not pushed."""
         if self._pushed != version:
             return {}
-        sent = getattr(self._engine, "sent_bytes", self._nbytes or None)  # servers may get less: sparse deltas
+        engine = self._engine  # a server may get less: sparse deltas
+        sent = engine.sent_bytes if isinstance(engine, CountingEngine) else self._nbytes or None
         metrics = {} if sent is None else {"weight_sync/bytes": float(sent)}
         return metrics | (self._verifier.metrics() if self._verifier else {})
 

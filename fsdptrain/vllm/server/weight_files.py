@@ -62,7 +62,7 @@ class WeightFolder:
                 if error is None:
                     self._save(parts)
                     self.deltas.append(_delta(old, self._files[-1]) if old and compares else None)
-            except Exception as caught:
+            except Exception as caught:  # noqa: BLE001 - raised after the loop
                 error = caught
             if old is not None:
                 old.unlink(missing_ok=True)
