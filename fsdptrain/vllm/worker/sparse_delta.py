@@ -16,7 +16,7 @@ _LARGEST = 0.75  # of the file: the trainer keeps deltas in memory
 
 
 def sparse_delta(old: Bytes, new: Bytes) -> Bytes | None:
-    """What turns `old` into `new`; None if that is more than three quarters of `new`.
+    """Return the changes from `old` to `new`; None if they are more than three quarters of `new`.
 
     The number of changed words of each block; then, by block, positions and values, or all words if that is less; then
     an odd last byte.

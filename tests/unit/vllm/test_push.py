@@ -85,7 +85,7 @@ def test_the_deltas_of_a_version_give_its_files(tmp_path_factory, changes):
         assert all(delta is not None for delta in folder.deltas)
 
 
-def test_servers_get_all_weights_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_get_all_weights_at_regular_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "FULL_EVERY", 3)
     folder = WeightFolder(tmp_path / "here", max_file_bytes=10_000, with_deltas=True)
     weights = {"weight": torch.ones(1000)}
