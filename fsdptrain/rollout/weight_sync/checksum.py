@@ -49,7 +49,7 @@ def start_checksum(tensor: Tensor, kind: "ChecksumKind" = "bits") -> StartedChec
     if kind == "multiset":
         sums = [_hashed(_hashed((part + 0.0).view(torch.int32).long())).sum()[None] for part in flat.split(size)]
     else:
-        sums = [sum_ for part in flat.split(size * _WORD // flat.itemsize) for sum_ in _sums_by_row(_words(part))]
+        sums = _sums_by_row(flat, size)
     together = torch.cat(sums) if len(sums) > 1 else sums[0]
     return StartedChecksum(together, tensor.numel(), is_ordered=kind != "multiset")
 
@@ -83,34 +83,39 @@ def _hashed(words: Tensor) -> Tensor:
     return mixed ^ (mixed >> 29)
 
 
-def _words(flat: Tensor) -> Tensor:
-    """The bytes of `flat` in order, with positive zeros, padded with zeros to whole words. [words] i64"""
-    flat = flat + 0.0 if flat.is_floating_point() else flat.clone()
-    flat = flat.view(torch.uint8)
-    if flat.numel() % _WORD:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _WORD))
-    return flat.view(torch.int64)
+def _sums_by_row(flat: Tensor, size: int) -> list[Tensor]:
+    """Sums of the hashes of the words of each row, from memory for `size` words. [rows]
 
-
-def _sums_by_row(words: Tensor) -> list[Tensor]:
-    """Sums of the hashes of the words of each row. [rows]
-
-    The factor of a word depends on its position in the row.
+    Words are the bytes of `flat` in order, with positive zeros, padded with zeros.
     """
-    whole = len(words) // _ROW * _ROW
-    parts = [words[:whole].view(-1, _ROW)] if whole else []
-    if len(words) > whole or not whole:
-        parts.append(words[whole:][None])
-    return [_hashed_by_position(part).sum(-1) for part in parts]
+    memory = torch.empty(2, min(size, -(-flat.nbytes // _WORD)), dtype=torch.int64, device=flat.device)
+    sums = []
+    for part in flat.split(size * _WORD // flat.itemsize):
+        words, scratch = memory[:, : -(-part.nbytes // _WORD)]
+        words[-1:].zero_()
+        copy = words.view(torch.uint8)[: part.nbytes].view(part.dtype)
+        if part.is_floating_point():
+            torch.add(part, 0.0, out=copy)
+        else:
+            copy.copy_(part)
+        whole = len(words) // _ROW * _ROW
+        if whole:
+            sums.append(_hashed_by_position(words[:whole].view(-1, _ROW), scratch[:whole].view(-1, _ROW)).sum(-1))
+        if len(words) > whole or not whole:
+            sums.append(_hashed_by_position(words[whole:][None], scratch[whole:][None]).sum(-1))
+    return sums
 
 
-def _hashed_by_position(words: Tensor) -> Tensor:
-    """[rows, words]: each word times the factor of its position. Shifts move differences in high bits to low bits.
+def _hashed_by_position(words: Tensor, scratch: Tensor) -> Tensor:
+    """[rows, words], in place: each word times the factor of its position. Shifts move differences in high bits to low
+    bits.
 
     The first one is added: with exclusive or, a word and its complement would be equal, as the shift copies the sign.
     """
-    mixed = (words >> 32).add_(words).mul_(_factors(words.device)[: words.shape[-1]])
-    return mixed.bitwise_xor_(mixed >> 29)
+    torch.bitwise_right_shift(words, 32, out=scratch)
+    words.add_(scratch).mul_(_factors(words.device)[: words.shape[-1]])
+    torch.bitwise_right_shift(words, 29, out=scratch)
+    return words.bitwise_xor_(scratch)
 
 
 @lru_cache
