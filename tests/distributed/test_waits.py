@@ -145,11 +145,12 @@ def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[
         found = sent.finish()
         held = engine.checksums(list(found))
     assert held == {name: one.checksums["bits"] for name, one in found.items()}
-    with Reads() as to_files:
+    with Reads() as to_files, Collectives() as gathers_to_files:
         files.write(backend.hf_weights("hub"), "run/2")
     assert not any(delta is None for delta in files.deltas)
     nbytes = sum(parameter.nbytes for parameter in backend.model.parameters())
     gathered = sum(gathers.bytes.values())
+    assert gathers_to_files.bytes == gathers.bytes
     return with_checksums.calls, to_files.calls, len(files.deltas), gathered, nbytes
 
 
