@@ -60,6 +60,10 @@ def probe(model: PreTrainedModel, feature: LigerFeature) -> None:
     feature.after_probe(model, layout, zoo.VOCAB_SIZE)
 
 
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.matrix)
+
+
 def step(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     batch = random_pack((9, 5))
     values = policy_logprobs(model, batch, layout="packed").values
@@ -70,10 +74,10 @@ def step(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     ("name", "options", "classes"),
     [
         ("qwen3", {"selective": True}, "2 Qwen3Attention, 9 Qwen3RMSNorm, 2 Qwen3MLP"),
-        ("llama", {"selective": True}, "2 LlamaAttention, 2 LlamaMLP, 5 LlamaRMSNorm"),
-        ("llama", {"adapter": True}, "2 LlamaAttention, 2 LlamaMLP, 5 LlamaRMSNorm"),
+        _slow("llama", {"selective": True}, "2 LlamaAttention, 2 LlamaMLP, 5 LlamaRMSNorm"),
+        _slow("llama", {"adapter": True}, "2 LlamaAttention, 2 LlamaMLP, 5 LlamaRMSNorm"),
         ("gemma2", {}, "2 Gemma2Attention, 2 Gemma2MLP, 9 Gemma2RMSNorm"),
-        ("deepseek_v3", {}, "2 DeepseekV3Attention, 9 DeepseekV3RMSNorm, 2 DeepseekV3MLP"),
+        _slow("deepseek_v3", {}, "2 DeepseekV3Attention, 9 DeepseekV3RMSNorm, 2 DeepseekV3MLP"),
     ],
 )
 def test_logprobs_and_gradients_are_those_of_the_stock_modules(
@@ -171,7 +175,7 @@ class Raising(torch.autograd.Function):
     ("kernel", "wrong", "words"),
     [
         ("LigerRopeFunction", WrongRope, "changes the logprobs of LlamaForCausalLM by"),
-        ("LigerSiLUMulFunction", WrongGradientOfProduct, "the gradients of .* by"),
+        _slow("LigerSiLUMulFunction", WrongGradientOfProduct, "the gradients of .* by"),
         ("LigerRMSNormFunction", WrongGradientOfNorm, r"the gradients of model.*norm.weight by 0.1 of"),
         ("LigerRMSNormFunction", NanGradientOfNorm, r"the gradients of model.*norm.weight by inf of"),
         ("LigerRMSNormFunction", Raising, "--liger does not work with LlamaForCausalLM: RuntimeError: out of shared"),
