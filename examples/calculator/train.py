@@ -1,10 +1,11 @@
 """Teach a model of 0.1 M parameters to use a calculator: warm-up on conversations, then GRPO on episodes.
 
-    python examples/calculator/train.py [--seed 0] [--output-dir runs/calculator]
+    python examples/calculator/train.py [--agent] [--seed 0] [--output-dir runs/calculator]
 
 The task is reasoning-gym's `products` of two-digit numbers, which the model cannot compute itself. The warm-up imitates
 two demonstrators: one uses the calculator and is right, one guesses. GRPO learns from the reward alone to use the
-calculator. Both stages run the `fsdptrain` command.
+calculator. Both stages run the `fsdptrain` command. With `--agent` the episodes are those of an agent of the OpenAI
+Agents SDK (agent.py) instead of an environment (calculator.py).
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -22,6 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 TAGS = ["<tool>", "</tool>", "<answer>", "</answer>"]
+CALL = ('<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>')
 QUESTION = (
     "Solve the following multiplication: ",
     ". Give only the result as your final answer.",
@@ -36,17 +39,10 @@ WARM_UP = [
     *("--algorithm", "sft", "--label-key", "response", "--lr", "4e-3", "--min-lr", "4e-4", "--lr-warmup-iters", "20"),
     *("--lr-decay-style", "cosine", "--rollout-batch-size", "64", "--eval-interval", "0", "--keep-last", "0"),
 ]
+ENVIRONMENT = ["--environment", "examples.calculator.calculator:Calculator", "--max-turns", "3"]
+AGENT = ["--environment", "examples.calculator.agent:run_episode"]
 GRPO = [
-    *(
-        "--environment",
-        "examples.calculator.calculator:Calculator",
-        "--max-turns",
-        "3",
-        "--prompt-data",
-        DATA,
-        "--data-size",
-        "5000",
-    ),
+    *("--prompt-data", DATA, "--data-size", "5000"),
     *("--system-prompt", "", "--reward", "reasoning_gym_strict", "--rollout-max-response-len", "40"),
     *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--lr", "3e-4", "--lr-warmup-iters", "5"),
     *("--global-batch-size", "64", "--eval-size", "128"),
@@ -55,6 +51,7 @@ GRPO = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Teach a small model to use a calculator.")
+    parser.add_argument("--agent", action="store_true", help="train an agent of the OpenAI Agents SDK")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/calculator"))
     parser.add_argument("--warm-up-steps", type=int, default=300)
@@ -63,11 +60,12 @@ def main() -> None:
     folder: Path = args.output_dir
     seeds = ["--seed", str(args.seed), "--rollout-seed", str(args.seed)]
     save_start(folder / "start", args.seed)
-    demonstrations = write_demonstrations(folder / "demonstrations.jsonl", Random(args.seed), count=20_000)
+    demonstrations = write_demonstrations(folder / "demonstrations.jsonl", Random(args.seed), count=20_000, agent=args.agent)
 
     warm_up = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(demonstrations)]
     run([*warm_up, *WARM_UP, *BOTH, *seeds, "--num-rollout", str(args.warm_up_steps)], folder / "sft")
-    grpo = ["--hf-checkpoint", str(folder / "sft" / "hf"), "--eval-interval", str(args.rollouts)]
+    grpo = [*(AGENT if args.agent else ENVIRONMENT), "--eval-interval", str(args.rollouts)]
+    grpo += ["--hf-checkpoint", str(folder / "sft" / "hf")]
     run([*grpo, *GRPO, *BOTH, *seeds, "--num-rollout", str(args.rollouts)], folder / "grpo")
     for name in ("eval/heldout/accuracy", "episode/several_turns_fraction"):
         values = [row[name] for row in read(folder / "grpo" / "metrics.jsonl") if name in row]
@@ -81,7 +79,7 @@ def save_start(target: Path, seed: int) -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in [*TAGS, *QUESTION]])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in [*TAGS, *CALL, *QUESTION]])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", chat_template=TEMPLATE, model_max_length=128
     )
@@ -105,23 +103,26 @@ def save_start(target: Path, seed: int) -> None:
     tokenizer.save_pretrained(target)
 
 
-def write_demonstrations(target: Path, rng: Random, *, count: int) -> Path:
+def write_demonstrations(target: Path, rng: Random, *, count: int, agent: bool = False) -> Path:
     """Write demonstrations, half of which use the calculator and half of which guess.
 
     A response is a list of messages, with tool messages between the assistant's turns; only these have a loss.
+
+    agent: write tool calls as an agent expects them, in JSON
     """
+    call = CALL if agent else TAGS[:2]
     with target.open("w") as file:
         for _ in range(count):
             a, b = rng.randint(10, 99), rng.randint(10, 99)
-            turns = asks(a, b) if rng.random() < 0.5 else guesses(rng)
+            turns = asks(a, b, call) if rng.random() < 0.5 else guesses(rng)
             row = {"prompt": f"{a} * {b}".join(QUESTION), "response": turns}
             file.write(json.dumps(row) + "\n")
     return target
 
 
-def asks(a: int, b: int) -> list[dict[str, str]]:
+def asks(a: int, b: int, call: Sequence[str]) -> list[dict[str, str]]:
     result = str(a * b)
-    return [say(f"<tool>{a} * {b}</tool>"), {"role": "tool", "content": result}, say(f"<answer>{result}</answer>")]
+    return [say(f"{a} * {b}".join(call)), {"role": "tool", "content": result}, say(f"<answer>{result}</answer>")]
 
 
 def guesses(rng: Random) -> list[dict[str, str]]:

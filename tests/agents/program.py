@@ -23,8 +23,7 @@ answer = post("/chat/completions", {"model": os.environ["OPENAI_MODEL"], "messag
 text = answer["choices"][0]["message"]["content"]
 match sys.argv[1]:
     case "prints":
-        print("working")
-        print(len(text))
+        sys.stdout.write(f"working\n{len(text)}\n")
     case "posts":
         post("/reward", {"reward": len(text), "label": row["label"] == "yes"})
     case "fails":

@@ -39,7 +39,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) -> None:
     """From half right to nearly always right, on products that it never saw and cannot compute itself."""
     run = tmp_path / "run"
-    flags = ["--hf-checkpoint", str(warm_model), "--output-dir", str(run), *calculator.GRPO, *calculator.BOTH]
+    flags = ["--hf-checkpoint", str(warm_model), "--output-dir", str(run), *calculator.ENVIRONMENT, *calculator.GRPO, *calculator.BOTH]
     flags += ["--num-rollout", "12", "--eval-interval", "12", "--rollout-seed", "0", "--keep-last", "0"]
     result = command.run([*flags, "--log-to"], tmp_path, timeout=400)
     assert result.code == 0, result.err
@@ -62,7 +62,7 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
 
 @pytest.mark.matrix
 def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> None:
-    base = ["--hf-checkpoint", str(warm_model), *calculator.GRPO, *calculator.BOTH]
+    base = ["--hf-checkpoint", str(warm_model), *calculator.ENVIRONMENT, *calculator.GRPO, *calculator.BOTH]
     base += ["--rollout-batch-size", "4", "--global-batch-size", "16", "--eval-size", "3", "--eval-interval", "2"]
     base += ["--save-interval", "1", "--no-export", "--log-to"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
