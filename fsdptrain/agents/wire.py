@@ -1,0 +1,170 @@
+"""What the dialects of the endpoint share: checked bodies, errors and server-sent events."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from fsdptrain.agents.calls import Answer, CallError, Choice, ModelCall, ToolCall
+
+Messages = Sequence[Mapping[str, Any]]
+Conversations = dict[str, Messages]  # the messages up to each response of an episode, by the id of the response
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class Body(BaseModel):
+    """A JSON object of a request. A field that is not declared, and not known to be without effect, is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that may have any value
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}  # values of other fields that ask for nothing
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_fields_without_effect(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+
+        def has_effect(name: str, value: Any) -> bool:
+            if value is None:
+                return name not in cls.ignored and name not in cls.neutral and name not in cls.model_fields
+            return name not in cls.ignored and value not in cls.neutral.get(name, ())
+
+        return {name: value for name, value in body.items() if has_effect(name, value)}
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(model: type[B], body: bytes) -> B:
+    """Return the checked body of a request. Raises CallError 400, which names the first wrong field."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+def refusal(error: ValidationError, within: str = "") -> CallError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    path = path.lstrip(".")
+    if first["type"] == "extra_forbidden":
+        message = f"{path}={json.dumps(first['input'])[:80]} is unknown or not supported"
+        return CallError(400, message, param=path, code="unsupported_parameter")
+    message = first["msg"].removeprefix("Value error, ")
+    return CallError(400, f"{path}: {message}" if path else message, param=path or None, code="invalid_value")
+
+
+def _join_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("must be a text or a list of content parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise ValueError(f"a content part of type {kind!r} is not supported, or has no text")
+    return "".join(part["text"] for part in content)
+
+
+Text = Annotated[str, BeforeValidator(_join_text)]
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+class Function(Body):
+    ignored = frozenset({"strict"})  # generation is not constrained
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude_unset=True, exclude={"type"})}
+
+
+def template_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call of a tool as chat templates expect it, with its arguments as a mapping if they are one."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    function = {"name": name, "arguments": parsed if isinstance(parsed, dict) else arguments}
+    return {"id": id_, "type": "function", "function": function}
+
+
+def body_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class ModelRequest(Body):
+    """The fields that all dialects have."""
+
+    model: str = ""  # any name is served by the model in training
+    stream: bool = False
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        values = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def to_call(self, conversations: Conversations) -> ModelCall:
+        raise NotImplementedError
+
+    def to_body(self, answer: Answer, model: str, conversations: Conversations) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def to_events(self, body: dict[str, Any]) -> Iterator[str]:
+        """Yield the server-sent events of a streamed response, from the body of the one that is not streamed."""
+        raise NotImplementedError
+
+
+class StreamOptions(Body):
+    ignored = frozenset({"include_obfuscation"})
+    include_usage: bool = False
+
+
+class ChoicesRequest(ModelRequest):
+    """The fields that chat completions and completions have."""
+
+    neutral = {"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
+    ignored = frozenset({"user", "seed"})
+    max_tokens: int | None = Field(None, ge=1)
+    n: int = Field(1, ge=1, le=1024)
+    stop: Texts = Field([], max_length=64)
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False  # of vLLM
+
+    def token_ids(self, choice: Choice) -> dict[str, Any]:
+        return {"token_ids": list(choice.token_ids)} if self.return_token_ids else {}
+
+    def usage_events(self, chunk: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
+        if self.stream_options.include_usage:
+            yield event({**chunk, "choices": [], "usage": body["usage"]})
+        yield "data: [DONE]\n\n"
+
+
+def usage(answer: Answer) -> dict[str, int]:
+    prompt, completion = len(answer.prompt_token_ids), sum(len(choice.token_ids) for choice in answer.choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def event(data: Mapping[str, Any], kind: Literal["error"] | str | None = None) -> str:
+    return ("" if kind is None else f"event: {kind}\n") + f"data: {json.dumps(data)}\n\n"
+
+
+def error_object(error: CallError) -> dict[str, Any]:
+    """Return the body of a refused call, as OpenAI formats it."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_event(error: CallError) -> str:
+    """Return the event of an error after the headers. Clients of all dialects raise on its `error`."""
+    body = error_object(error)
+    details = {name: body["error"][name] for name in ("message", "param", "code")}
+    return event({"type": "error", "sequence_number": 0, **details, **body}, "error")
