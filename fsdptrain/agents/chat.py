@@ -1,24 +1,12 @@
 """Chat completions of the OpenAI API, with the token ids of vLLM."""
 
-import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from fsdptrain.agents.calls import Answer, Choice, ModelCall
-from fsdptrain.agents.wire import (
-    Body,
-    ChoicesRequest,
-    Conversations,
-    Function,
-    Text,
-    body_call,
-    event,
-    template_call,
-    usage,
-)
+from fsdptrain.agents.wire import Body, ChoicesRequest, Conversations, Function, Text, event, template_call
 
 
 class CalledFunction(Body):
@@ -26,19 +14,16 @@ class CalledFunction(Body):
     arguments: str = ""
 
 
-class EarlierCall(Body):
-    ignored = frozenset({"index"})
+class EarlierCall(Body, ignored="index"):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Body):
-    ignored = frozenset({"name", "refusal", "annotations"})
-    neutral = {"audio": (), "function_call": ()}
+class Message(Body, ignored="name refusal annotations", neutral={"audio": (), "function_call": ()}):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = ""
-    tool_calls: list[EarlierCall] = []
+    tool_calls: Sequence[EarlierCall] = ()
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -57,29 +42,20 @@ class Tool(Body):
     function: Function
 
 
-class ChatRequest(ChoicesRequest):
-    ignored = ChoicesRequest.ignored | {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "verbosity",
-    }
-    neutral = {
-        **ChoicesRequest.neutral,
+class ChatRequest(
+    ChoicesRequest,
+    ignored="metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "reasoning_effort safety_identifier service_tier store verbosity",
+    neutral={
         "function_call": ("auto", "none"),
         "functions": ([],),
         "modalities": (["text"],),
         "response_format": ({"type": "text"},),
         "top_logprobs": (0,),
-    }
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] = []
+    },
+):
+    messages: Sequence[Message] = Field(min_length=1)
+    tools: Sequence[Tool] = ()
     tool_choice: Literal["auto", "none"] = "auto"
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -95,48 +71,37 @@ class ChatRequest(ChoicesRequest):
         )
 
     def to_body(self, answer: Answer, model: str, conversations: Conversations) -> dict[str, Any]:
-        return {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [self._choice(index, choice) for index, choice in enumerate(answer.choices)],
-            "usage": usage(answer),
-            **({"prompt_token_ids": list(answer.prompt_token_ids)} if self.return_token_ids else {}),
-        }
+        choices = [self._choice(index, choice) for index, choice in enumerate(answer.choices)]
+        return self.body("chat.completion", answer, model, choices)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
         if choice.tool_calls:
             message["content"] = choice.content or None
-            message["tool_calls"] = [body_call(call) for call in choice.tool_calls]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": {"content": _logprobs(choice), "refusal": None} if self.logprobs else None,
-            "finish_reason": choice.finish_reason,
-            **self.token_ids(choice),
-        }
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in choice.tool_calls
+            ]
+        logprobs = {"content": _logprobs(choice), "refusal": None} if self.logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def to_events(self, body: dict[str, Any]) -> Iterator[str]:
+        """Yield chunks: for each choice its role, its content, each call, and how it ended."""
         chunk = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-        prompt = {name: body[name] for name in ("prompt_token_ids",) if name in body}  # in the first chunk only
+        first = {name: body[name] for name in ("prompt_token_ids",) if name in body}
         for choice in body["choices"]:
             message = choice["message"]
-            deltas = [{"content": message["content"]}] if message["content"] else []
+            deltas: list[dict[str, Any]] = [{"content": message["content"]}] if message["content"] else []
             deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls", ()))]
-            tokens = {name: choice[name] for name in ("logprobs", "token_ids") if name in choice}
-            yield event(_chunk(chunk | prompt, choice["index"], {"role": "assistant", "content": ""}))
-            prompt = {}
-            for delta in deltas:
-                yield event(_chunk(chunk, choice["index"], delta, **tokens))
-                tokens = {}
-            yield event(_chunk(chunk, choice["index"], {}, finish_reason=choice["finish_reason"], **tokens))
-        yield from self.usage_events(chunk, body)
-
-
-def _chunk(chunk: dict[str, Any], index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {**chunk, "choices": [{"index": index, "delta": delta, "finish_reason": None, **fields}]}
+            chunks = [
+                {"delta": delta, "finish_reason": None} for delta in [{"role": "assistant", "content": ""}, *deltas]
+            ]
+            chunks.append({"delta": {}, "finish_reason": choice["finish_reason"]})
+            chunks[1] |= {name: choice[name] for name in ("logprobs", "token_ids") if name in choice}
+            for part in chunks:
+                yield event({**chunk, **first, "choices": [{"index": choice["index"], **part}]})
+                first = {}
+        yield from self.last_events(chunk, body)
 
 
 def _logprobs(choice: Choice) -> list[dict[str, Any]]:

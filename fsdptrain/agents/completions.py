@@ -1,44 +1,32 @@
 """Completions of a text or of token ids, as in the OpenAI API, with the token ids of vLLM."""
 
 import itertools
-import time
-import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field, PlainValidator
 
 from fsdptrain.agents.calls import Answer, Choice, ModelCall
-from fsdptrain.agents.wire import ChoicesRequest, Conversations, event, usage
+from fsdptrain.agents.wire import ChoicesRequest, Conversations, event
 
 
-def _one_prompt(prompt: Any) -> Any:
-    """Return a prompt as token ids, or as a list with one text."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if isinstance(prompt[0], list):
-            return prompt[0] if len(prompt) == 1 else _refuse_prompts()
-        if all(type(token) is int and token >= 0 for token in prompt):
-            return prompt
-        if all(isinstance(text, str) for text in prompt):
-            return prompt if len(prompt) == 1 else _refuse_prompts()
-    raise ValueError("must be a text or a list of token ids")
+def _one_prompt(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    is_tokens = isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt)
+    if not isinstance(prompt, str) and not is_tokens:
+        raise ValueError("must be one text or one list of token ids")
+    return prompt
 
 
-def _refuse_prompts() -> Any:
-    raise ValueError("several prompts in one request are not supported")
-
-
-class CompletionRequest(ChoicesRequest):
-    neutral = {**ChoicesRequest.neutral, "echo": (False,), "suffix": ("",), "best_of": (1,)}
-    prompt: Annotated[list[int] | list[str], BeforeValidator(_one_prompt)]
+class CompletionRequest(ChoicesRequest, neutral={"echo": (False,), "suffix": ("",), "best_of": (1,)}):
+    prompt: Annotated[str | list[int], PlainValidator(_one_prompt)]
     logprobs: int | None = Field(None, ge=0, le=1)  # only those of the sampled tokens are returned
 
     def to_call(self, conversations: Conversations) -> ModelCall:
         return ModelCall(
-            text=self.prompt[0] if isinstance(self.prompt[0], str) else None,
-            token_ids=None if isinstance(self.prompt[0], str) else [int(token) for token in self.prompt],
+            text=self.prompt if isinstance(self.prompt, str) else None,
+            token_ids=None if isinstance(self.prompt, str) else self.prompt,
             num_choices=self.n,
             max_tokens=self.max_tokens,
             stop=self.stop,
@@ -46,40 +34,26 @@ class CompletionRequest(ChoicesRequest):
         )
 
     def to_body(self, answer: Answer, model: str, conversations: Conversations) -> dict[str, Any]:
-        prompt = {"prompt_token_ids": list(answer.prompt_token_ids)} if self.return_token_ids else {}
-        return {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [
-                {
-                    "index": index,
-                    "text": choice.text,
-                    "logprobs": None if self.logprobs is None else _logprobs(choice),
-                    "finish_reason": "length" if choice.finish_reason == "length" else "stop",
-                    **prompt,
-                    **self.token_ids(choice),
-                }
-                for index, choice in enumerate(answer.choices)
-            ],
-            "usage": usage(answer),
-            **prompt,
-        }
+        choices = [
+            {
+                "index": index,
+                "text": choice.text,
+                "logprobs": None if self.logprobs is None else _logprobs(choice),
+                "finish_reason": "length" if choice.finish_reason == "length" else "stop",
+                **({"prompt_token_ids": list(answer.prompt_token_ids)} if self.return_token_ids else {}),
+            }
+            for index, choice in enumerate(answer.choices)
+        ]
+        return self.body("text_completion", answer, model, choices)
 
     def to_events(self, body: dict[str, Any]) -> Iterator[str]:
         chunk = {name: body[name] for name in ("id", "object", "created", "model")}
         for choice in body["choices"]:
             yield event({**chunk, "choices": [choice]})
-        yield from self.usage_events(chunk, body)
+        yield from self.last_events(chunk, body)
 
 
 def _logprobs(choice: Choice) -> dict[str, Any]:
-    return {
-        "tokens": list(choice.tokens),
-        "token_logprobs": list(choice.logprobs),
-        "top_logprobs": None,
-        "text_offset": list(itertools.accumulate((len(token) for token in choice.tokens[:-1]), initial=0))
-        if choice.tokens
-        else [],
-    }
+    offsets = list(itertools.accumulate((len(token) for token in choice.tokens), initial=0))[:-1]
+    logprobs = list(choice.logprobs)
+    return {"tokens": list(choice.tokens), "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}

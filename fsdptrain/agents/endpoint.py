@@ -21,11 +21,12 @@ from fsdptrain.agents.calls import Answer, CallError, Episodes, ModelCall
 from fsdptrain.agents.chat import ChatRequest
 from fsdptrain.agents.completions import CompletionRequest
 from fsdptrain.agents.responses import ResponsesRequest
-from fsdptrain.agents.wire import Conversations, ModelRequest, error_event, error_object, parse
+from fsdptrain.agents.wire import Conversations, error_event, error_object, parse
 from fsdptrain.errors import RolloutError, describe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Dialect = ChatRequest | CompletionRequest | ResponsesRequest
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 _KEEP_ALIVE_S = 15.0  # between the comments in a stream that waits for the model
@@ -130,7 +131,7 @@ class Endpoint:
 
         return respond
 
-    def _call(self, dialect: type[ModelRequest]) -> Handler:
+    def _call(self, dialect: type[Dialect]) -> Handler:
         async def handle(request: Request, key: str) -> Response:
             body = parse(dialect, await self._until_closed(self._read(request)))
             call = body.to_call(self._conversations_of(key))
@@ -144,7 +145,7 @@ class Endpoint:
 
         return handle
 
-    async def _stream(self, request: Request, key: str, body: ModelRequest, call: ModelCall) -> AsyncIterator[str]:
+    async def _stream(self, request: Request, key: str, body: Dialect, call: ModelCall) -> AsyncIterator[str]:
         try:
             async with aclosing(self._answer(request, key, call)) as answers:
                 async for answer in answers:
@@ -161,7 +162,7 @@ class Endpoint:
             log.exception("%s failed", request.url.path)
             yield error_event(CallError(500, describe(error)))
 
-    def _body(self, key: str, body: ModelRequest, answer: Answer) -> dict[str, Any]:
+    def _body(self, key: str, body: Dialect, answer: Answer) -> dict[str, Any]:
         return body.to_body(answer, self._episodes.model, self._conversations_of(key))
 
     async def _answer(self, request: Request, key: str, call: ModelCall) -> AsyncGenerator[Answer | None, None]:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
@@ -21,21 +21,18 @@ from fsdptrain.agents.wire import (
 )
 
 
-class MessageItem(Body):
-    ignored = frozenset({"type", "id", "status", "phase"})
+class MessageItem(Body, ignored="type id status phase"):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
 
 
-class FunctionCall(Body):
-    ignored = frozenset({"type", "id", "status"})
+class FunctionCall(Body, ignored="type id status"):
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionCallOutput(Body):
-    ignored = frozenset({"type", "id", "status"})
+class FunctionCallOutput(Body, ignored="type id status"):
     call_id: str
     output: Text
 
@@ -43,38 +40,26 @@ class FunctionCallOutput(Body):
 _ITEMS = {"message": MessageItem, "function_call": FunctionCall, "function_call_output": FunctionCallOutput}
 
 
+_ECHOED = {"instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "tool_choice"}
+
+
 class FlatTool(Function):
     type: Literal["function"]
 
 
-class TextConfig(Body):
-    ignored = frozenset({"verbosity"})
-    neutral = {"format": ({"type": "text"},)}
+class TextConfig(Body, ignored="verbosity", neutral={"format": ({"type": "text"},)}):
+    pass
 
 
-class ResponsesRequest(ModelRequest):
-    ignored = frozenset(
-        {
-            "include",
-            "max_tool_calls",  # of OpenAI's own tools
-            "metadata",
-            "parallel_tool_calls",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "reasoning",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "stream_options",
-            "truncation",
-            "user",
-        }
-    )
-    neutral = {"background": (False,), "top_logprobs": (0,)}
-    input: Annotated[list[Any], BeforeValidator(lambda value: _user(value) if isinstance(value, str) else value)]
+class ResponsesRequest(
+    ModelRequest,
+    ignored="include max_tool_calls metadata parallel_tool_calls prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention reasoning safety_identifier service_tier store stream_options truncation user",
+    neutral={"background": (False,), "top_logprobs": (0,)},
+):
+    input: Annotated[list[Any], BeforeValidator(lambda items: [_user(items)] if isinstance(items, str) else items)]
     instructions: str | None = None
-    tools: list[FlatTool] = []
+    tools: Sequence[FlatTool] = ()
     tool_choice: Literal["auto", "none"] = "auto"
     max_output_tokens: int | None = Field(None, ge=1)
     previous_response_id: str | None = None
@@ -112,12 +97,7 @@ class ResponsesRequest(ModelRequest):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "error": None,
             "model": model,
-            "instructions": self.instructions,
-            "previous_response_id": self.previous_response_id,
-            "max_output_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "tool_choice": self.tool_choice,
+            **self.model_dump(include=_ECHOED),
             "tools": [{**tool.model_dump(), "strict": False} for tool in self.tools],
             "parallel_tool_calls": True,
             "output": _output(choice),
@@ -135,8 +115,8 @@ class ResponsesRequest(ModelRequest):
             yield event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
-def _user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def _add(messages: list[dict[str, Any]], item: Any, path: str) -> None:

@@ -1,12 +1,14 @@
 """What the dialects of the endpoint share: checked bodies, errors and server-sent events."""
 
 import json
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from fsdptrain.agents.calls import Answer, CallError, Choice, ModelCall, ToolCall
+from fsdptrain.agents.calls import Answer, CallError
 
 Messages = Sequence[Mapping[str, Any]]
 Conversations = dict[str, Messages]  # the messages up to each response of an episode, by the id of the response
@@ -15,22 +17,27 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Body(BaseModel):
-    """A JSON object of a request. A field that is not declared, and not known to be without effect, is an error."""
+    """A JSON object of a request. A field that is not declared, and not known to be without effect, is an error.
+
+    `ignored` are fields that may have any value, `neutral` values of other fields that ask for nothing.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that may have any value
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}  # values of other fields that ask for nothing
+    without_effect: ClassVar[Mapping[str, Sequence[Any] | None]] = {}
+
+    def __init_subclass__(cls, ignored: str = "", neutral: Mapping[str, Sequence[Any]] | None = None) -> None:
+        cls.without_effect = {**cls.without_effect, **dict.fromkeys(ignored.split()), **(neutral or {})}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_fields_without_effect(cls, body: Any) -> Any:
+    def _drop_what_has_no_effect(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
 
         def has_effect(name: str, value: Any) -> bool:
-            if value is None:
-                return name not in cls.ignored and name not in cls.neutral and name not in cls.model_fields
-            return name not in cls.ignored and value not in cls.neutral.get(name, ())
+            values = cls.without_effect.get(name, ())
+            is_known = name in cls.without_effect or name in cls.model_fields
+            return values is not None and value not in values and not (value is None and is_known)
 
         return {name: value for name, value in body.items() if has_effect(name, value)}
 
@@ -70,11 +77,10 @@ def _join_text(content: Any) -> str:
 
 
 Text = Annotated[str, BeforeValidator(_join_text)]
-Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Texts = Annotated[Sequence[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
-class Function(Body):
-    ignored = frozenset({"strict"})  # generation is not constrained
+class Function(Body, ignored="strict"):  # generation is not constrained
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -93,10 +99,6 @@ def template_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": function}
 
 
-def body_call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
 class ModelRequest(Body):
     """The fields that all dialects have."""
 
@@ -109,40 +111,37 @@ class ModelRequest(Body):
 
     @property
     def sampling(self) -> dict[str, float]:
-        values = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def to_call(self, conversations: Conversations) -> ModelCall:
-        raise NotImplementedError
-
-    def to_body(self, answer: Answer, model: str, conversations: Conversations) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def to_events(self, body: dict[str, Any]) -> Iterator[str]:
-        """Yield the server-sent events of a streamed response, from the body of the one that is not streamed."""
-        raise NotImplementedError
+        return self.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
 
 
-class StreamOptions(Body):
-    ignored = frozenset({"include_obfuscation"})
+class StreamOptions(Body, ignored="include_obfuscation"):
     include_usage: bool = False
 
 
-class ChoicesRequest(ModelRequest):
+class ChoicesRequest(
+    ModelRequest,
+    ignored="user seed",
+    neutral={"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)},
+):
     """The fields that chat completions and completions have."""
 
-    neutral = {"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
-    ignored = frozenset({"user", "seed"})
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=1024)
-    stop: Texts = Field([], max_length=64)
+    stop: Texts = Field((), max_length=64)
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False  # of vLLM
 
-    def token_ids(self, choice: Choice) -> dict[str, Any]:
-        return {"token_ids": list(choice.token_ids)} if self.return_token_ids else {}
+    def body(self, kind: str, answer: Answer, model: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        if not self.return_token_ids:
+            return {**head, "choices": choices, "usage": usage(answer)}
+        choices = [
+            {**body, "token_ids": list(choice.token_ids)} for body, choice in zip(choices, answer.choices, strict=True)
+        ]
+        prompt = list(answer.prompt_token_ids)
+        return {**head, "choices": choices, "usage": usage(answer), "prompt_token_ids": prompt}
 
-    def usage_events(self, chunk: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
+    def last_events(self, chunk: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[str]:
         if self.stream_options.include_usage:
             yield event({**chunk, "choices": [], "usage": body["usage"]})
         yield "data: [DONE]\n\n"
@@ -153,7 +152,7 @@ def usage(answer: Answer) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def event(data: Mapping[str, Any], kind: Literal["error"] | str | None = None) -> str:
+def event(data: Mapping[str, Any], kind: str | None = None) -> str:
     return ("" if kind is None else f"event: {kind}\n") + f"data: {json.dumps(data)}\n\n"
 
 
