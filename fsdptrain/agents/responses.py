@@ -103,7 +103,7 @@ class ResponsesRequest(
             "output": _output(choice),
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts["total_tokens"],
@@ -121,7 +121,7 @@ def _user(text: str) -> dict[str, str]:
 
 def _add(messages: list[dict[str, Any]], item: Any, path: str) -> None:
     """Append an item. The calls of a turn belong to one message of the assistant, as the model generated them."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
+    kind = str(item.get("type", "message") if isinstance(item, dict) else None)
     if kind == "reasoning":
         return
     if kind not in _ITEMS:

@@ -54,9 +54,10 @@ def parse(model: type[B], body: bytes) -> B:
 
 
 def refusal(error: ValidationError, within: str = "") -> CallError:
-    first = error.errors(include_url=False, include_context=False)[0]
+    errors = error.errors(include_url=False, include_context=False)
+    first = min(errors, key=lambda one: one["loc"][-1:] != ("type",))  # a wrong type explains the other errors
     path = within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    path = path.lstrip(".")
+    path = path.lstrip(".")[:200]
     if first["type"] == "extra_forbidden":
         message = f"{path}={json.dumps(first['input'])[:80]} is unknown or not supported"
         return CallError(400, message, param=path, code="unsupported_parameter")
@@ -159,7 +160,7 @@ def event(data: Mapping[str, Any], kind: str | None = None) -> str:
 def error_object(error: CallError) -> dict[str, Any]:
     """Return the body of a refused call, as OpenAI formats it."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": str(error)[:1000], "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_event(error: CallError) -> str:

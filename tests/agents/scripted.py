@@ -21,7 +21,7 @@ class ScriptedEpisodes:
         self.calls: list[ModelCall] = []
         self.rewards: list[tuple[str, Any]] = []
         self.num_waiting = 0
-        self.cancelled = threading.Event()
+        self.cancelled, self.release = threading.Event(), threading.Event()
 
     def is_open(self, key: str) -> bool:
         return key in self.keys
@@ -40,7 +40,8 @@ class ScriptedEpisodes:
     async def _wait(self) -> None:
         self.num_waiting += 1
         try:
-            await asyncio.sleep(3600)
+            while not self.release.is_set():
+                await asyncio.sleep(0.2)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
@@ -56,7 +57,9 @@ class ScriptedEpisodes:
         return "\n".join(f"{message['role']}: {message['content']}" for message in call.messages)
 
     def _choice(self, call: ModelCall) -> Choice:
-        last: Mapping[str, Any] = call.messages[-1] if call.messages else {"content": self._prompt(call), "role": "user"}
+        last: Mapping[str, Any] = (
+            call.messages[-1] if call.messages else {"content": self._prompt(call), "role": "user"}
+        )
         text, calls, reason = last["content"], [], "stop"
         if call.tools and last["role"] == "user":
             name = call.tools[0]["function"]["name"]
@@ -68,4 +71,6 @@ class ScriptedEpisodes:
         if call.max_tokens is not None and len(text) > call.max_tokens:
             text, reason, calls = text[: call.max_tokens], "length", []
         logprobs = [-0.5 * index for index in range(len(text))]
-        return Choice(text, calls, "" if calls else text, reason, [ord(letter) for letter in text], list(text), logprobs)  # type: ignore[arg-type]
+        return Choice(
+            text, calls, "" if calls else text, reason, [ord(letter) for letter in text], list(text), logprobs
+        )  # type: ignore[arg-type]
