@@ -185,6 +185,8 @@ class Endpoint:
                 if self._closing.done():
                     raise CallError(503, "the endpoint is closed")
                 yield None
+            if answer.cancelled():
+                raise CallError(503, "the call was cancelled")
             yield answer.result()  # or raises what the call raised
         finally:
             answer.cancel()

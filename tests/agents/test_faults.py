@@ -200,6 +200,21 @@ def test_an_unexpected_error_is_logged_and_described(raw: httpx.Client, caplog: 
     assert [record.exc_info is not None for record in caplog.records if record.levelno >= logging.ERROR] == [True]
 
 
+def test_a_call_that_the_trainer_cancels_is_refused(raw: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    error_of(raw.post("/completions", json={"prompt": "abandon"}), 503)
+    assert "event: error" in raw.post("/completions", json={"prompt": "abandon", "stream": True}).text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_response_does_not_wait_for_an_acknowledgement(raw: httpx.Client) -> None:
+    def seconds() -> float:
+        start = time.monotonic()
+        raw.post("/reward", json=1)
+        return time.monotonic() - start
+
+    assert sorted(seconds() for _ in range(40))[20] < 0.03
+
+
 def test_a_thousand_connections_at_once_are_answered(
     raw: httpx.Client, endpoint: Endpoint, episodes: ScriptedEpisodes
 ) -> None:
