@@ -9,20 +9,25 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import uvicorn
 from pydantic_core import from_json
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from fsdptrain.agents.calls import Answer, CallError, Episodes, ModelCall
 from fsdptrain.agents.chat import ChatRequest
 from fsdptrain.agents.completions import CompletionRequest
 from fsdptrain.agents.responses import ResponsesRequest
 from fsdptrain.agents.wire import Conversations, error_event, error_object, parse
-from fsdptrain.errors import RolloutError, describe
+from fsdptrain.errors import ConfigError, RolloutError, describe
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    remedy = "pip install 'fsdptrain[agents]'"
+    raise ConfigError(f"the endpoint of agents needs the packages starlette and uvicorn: {remedy}") from error
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -93,7 +98,7 @@ class Endpoint:
             self._closing.set_result(None)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+        with self._socket, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._server.serve(sockets=[self._socket]))
 
     def _application(self) -> Starlette:

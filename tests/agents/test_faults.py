@@ -4,8 +4,10 @@ import asyncio
 import json
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +15,7 @@ import httpx
 import pytest
 
 from fsdptrain.agents.endpoint import Endpoint
-from fsdptrain.errors import RolloutError
+from fsdptrain.errors import ConfigError, RolloutError
 from tests.agents.scripted import KEY, ScriptedEpisodes
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -271,3 +273,10 @@ def test_a_port_in_use_is_one_line(endpoint: Endpoint, episodes: ScriptedEpisode
         Endpoint(episodes, port=port)
     with pytest.raises(RolloutError, match=r"cannot use 192\.0\.2\.1:0"):
         Endpoint(episodes, host="192.0.2.1")
+
+
+def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "fsdptrain.agents.endpoint")
+    with pytest.raises(ConfigError, match=r"pip install 'fsdptrain\[agents\]'"):
+        import_module("fsdptrain.agents.endpoint")
