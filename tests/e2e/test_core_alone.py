@@ -11,7 +11,7 @@ import pytest
 from tests.testing import save_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = ("features", "vllm", "megatron", "tools")
+OPTIONAL = ("agents", "features", "vllm", "megatron", "tools")
 CORE_TESTS = (
     "tests/unit/algo/test_advantages.py",
     "tests/unit/algo/test_weights.py",
