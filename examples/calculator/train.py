@@ -60,7 +60,9 @@ def main() -> None:
     folder: Path = args.output_dir
     seeds = ["--seed", str(args.seed), "--rollout-seed", str(args.seed)]
     save_start(folder / "start", args.seed)
-    demonstrations = write_demonstrations(folder / "demonstrations.jsonl", Random(args.seed), count=20_000, agent=args.agent)
+    demonstrations = write_demonstrations(
+        folder / "demonstrations.jsonl", Random(args.seed), count=20_000, agent=args.agent
+    )
 
     warm_up = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(demonstrations)]
     run([*warm_up, *WARM_UP, *BOTH, *seeds, "--num-rollout", str(args.warm_up_steps)], folder / "sft")

@@ -70,7 +70,7 @@ class CallRenderer:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def until_stop(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str, bool]:
         """Cut a response at the first of the texts `stop`. Returns the number of tokens, the text, and whether it was

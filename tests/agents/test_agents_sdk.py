@@ -13,14 +13,9 @@ from agents import (
     function_tool,
 )
 from openai import AsyncOpenAI
-from openai.types.responses.response_usage import InputTokensDetails
 
 from fsdptrain.agents.endpoint import Endpoint
 from tests.agents.scripted import KEY, ScriptedEpisodes
-
-# openai-agents 0.13 counts tokens without this field, which openai 2.54 requires: no agent runs with the two packages.
-InputTokensDetails.model_fields["cache_write_tokens"].default = 0
-InputTokensDetails.model_rebuild(force=True)
 
 
 @function_tool

@@ -15,7 +15,18 @@ PROGRAM = Path(__file__).with_name("program.py")
 FLAGS = [
     *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
     *("--rollout-max-prompt-len", "64", "--rollout-max-response-len", "64", "--max-tokens-per-gpu", "512"),
-    *("--lr", "1e-3", "--no-bf16", "--system-prompt", "", "--reward", "environment", "--episode-timeout", "60", "--log-to"),
+    *(
+        "--lr",
+        "1e-3",
+        "--no-bf16",
+        "--system-prompt",
+        "",
+        "--reward",
+        "environment",
+        "--episode-timeout",
+        "60",
+        "--log-to",
+    ),
 ]
 
 
@@ -38,7 +49,9 @@ def run(model: Path, folder: Path, *flags: str, rows: int = 16, ranks: int = 1, 
     return (metrics_of(output), rows_of(output / "samples.jsonl")) if code == 0 else result.err
 
 
-def test_the_trainer_agrees_with_every_token_that_an_agent_got_on_any_number_of_ranks(model: Path, tmp_path: Path) -> None:
+def test_the_trainer_agrees_with_every_token_that_an_agent_got_on_any_number_of_ranks(
+    model: Path, tmp_path: Path
+) -> None:
     rows, _ = run(model, tmp_path, "--environment", f"{AGENTS}:two_turns")
     for row in trained(rows):
         assert row["mismatch/abs_max"] < 1e-4

@@ -39,7 +39,15 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) -> None:
     """From half right to nearly always right, on products that it never saw and cannot compute itself."""
     run = tmp_path / "run"
-    flags = ["--hf-checkpoint", str(warm_model), "--output-dir", str(run), *calculator.ENVIRONMENT, *calculator.GRPO, *calculator.BOTH]
+    flags = [
+        "--hf-checkpoint",
+        str(warm_model),
+        "--output-dir",
+        str(run),
+        *calculator.ENVIRONMENT,
+        *calculator.GRPO,
+        *calculator.BOTH,
+    ]
     flags += ["--num-rollout", "12", "--eval-interval", "12", "--rollout-seed", "0", "--keep-last", "0"]
     result = command.run([*flags, "--log-to"], tmp_path, timeout=400)
     assert result.code == 0, result.err
