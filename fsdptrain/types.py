@@ -3,8 +3,8 @@
     Prompt -> Completion -> Sample -> PackedBatch -> LogProbs -> LossOutput
 
 All records are frozen; use `dataclasses.replace` to change one. torch is imported where it is used, so that processes
-which compute rewards start without it. Shapes: P prompt tokens, R response tokens, L = P + R tokens of one sample, T tokens
-of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
+which compute rewards start without it. Shapes: P prompt tokens, R response tokens, L = P + R tokens of one sample, T
+tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Construction of the reward function from `--reward`.
 
-A reward is a function (prompt, response text) -> reward, usually 0 or 1, or None if it cannot be scored. To add one,
-write a function and register it in `REWARDS`, or pass `--reward package.module:function`.
+A reward is a function (prompt, response text) -> reward, usually 0 or 1, or None if it cannot be scored; calls.py lists
+the other forms. To add one, register it in `REWARDS`, or pass `--reward package.module:function`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError, RewardError
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards.results import RewardResult, to_result
+from fsdptrain.rewards.values import RewardResult, to_result
 from fsdptrain.types import Prompt
 
 REWARDS = registry.Table[RewardFunction](
@@ -66,11 +66,18 @@ class WeightedSum:
         return {component.name: component.weight for component in self.components}
 
     def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float]:
-        rewards, details = dict[str, float](), dict[str, float]()
+        results: list[RewardResult] = []
         for component in self.components:
-            result: RewardResult = to_result(component.function(prompt, response), name=component.name)
-            if result.reward is None:
+            results.append(to_result(component.function(prompt, response), name=component.name))
+            if results[-1].reward is None:
                 raise RewardError(f"{component.name} returned None, which means that it cannot score this")
+        return self.combine(results)
+
+    def combine(self, results: Sequence[RewardResult]) -> Mapping[str, float]:
+        """Return the weighted sum of the results of the components, each scored, and its parts."""
+        rewards, details = dict[str, float](), dict[str, float]()
+        for component, result in zip(self.components, results, strict=True):
+            assert result.reward is not None
             rewards[component.name] = result.reward
             details |= result.rewards
         return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
@@ -97,9 +104,7 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
             f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
-    return Component(
-        name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward", call=lambda f: f("prompt", "text"))
-    )
+    return Component(name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
 
 
 def _short(name: str) -> str:

@@ -1,6 +1,7 @@
 """Rewards for the tests of the command line."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,6 +22,16 @@ def exits(prompt: Prompt, response: str) -> float:
 def hangs(prompt: Prompt, response: str) -> float:
     threading.Event().wait()
     return 0.0
+
+
+def crashes_and_hangs(prompt: Prompt, response: str) -> float:
+    """Ends its process for some answers, and hangs in C code for others."""
+    kind = len(set(response)) % 4
+    if response and kind == 0:
+        os._exit(1)
+    if kind == 1:
+        re.fullmatch(r"(a*)*b", "a" * 60)
+    return variety(prompt, response)
 
 
 def hangs_now_and_then(prompt: Prompt, response: str) -> float:
@@ -58,8 +69,8 @@ def killed_once(prompt: Prompt, response: str) -> float:
 
 
 def held(prompt: Prompt, response: str) -> float:
-    """Before its ninth call a rank leaves a file in the folder that HELD names, and waits for `go` there."""
-    if len(_calls) == 8 and "HELD" in os.environ:
+    """Before its ninth sample a rank leaves a file in the folder that HELD names, and waits for `go` there."""
+    if len(_calls) == 9 and "HELD" in os.environ:
         folder = Path(os.environ["HELD"])
         (folder / f"rank{os.environ['RANK']}").touch()
         while not (folder / "go").exists():

@@ -166,7 +166,7 @@ def test_a_reward_that_hangs_now_and_then_ends_the_run_before_other_ranks_miss_t
     checkpoint: Path, tmp_path: Path
 ) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, "--output-dir", str(tmp_path / "run")]
-    argv += ["--reward", "tests.e2e.rewards:hangs_now_and_then"]
+    argv += ["--reward", "tests.e2e.rewards:hangs_now_and_then", "--reward-workers", "0"]
     argv += ["--reward-timeout", "6", "--dist-timeout", "44"]
     result = command.run(argv, tmp_path / "log", num_ranks=2, timeout=240)
     assert result.code == 2
