@@ -53,6 +53,7 @@ NOT_RUN = frozenset(
         "data_size",
         "trust_remote_code",
         "reward_timeout",
+        "reward_workers",
     ]
 )
 
