@@ -232,7 +232,7 @@ class RewardPool:
         line = "%s runs in the trainer's process, one call at a time, because no worker process can load it: %s"
         log.warning(line, self.where, reason)
         self.close()
-        self.num_workers = 0
+        self.num_workers, self._target = 0, 1
 
     def _deadline(self, worker: _Worker) -> float:
         if not worker.ready:
@@ -276,6 +276,8 @@ class RewardPool:
         return worker.made.kill(after=after)
 
     def _check_patience(self, calls: Sequence[tuple[Prompt, str]], found: dict[int, Outcome]) -> None:
+        if not self._lost:
+            return
         late = [calls[index][0].id for index, outcome in found.items() if outcome == no_answer(self.timeout)]
         last = f"last to prompt {late[-1]!r}" if late else "and blocked its event loop"
         if self._lost_in_a_row > (_MOST_MISSED - 0.5) * self.timeout:
