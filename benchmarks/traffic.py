@@ -265,7 +265,7 @@ def _experts(model: PreTrainedModel, grid: Grid, itemsize: int, tokens: int) -> 
 
 def _head(model: PreTrainedModel, config: Config, itemsize: int, pack: Pack) -> Iterator[_Call]:
     """Compute logprobs over a sharded vocabulary: a maximum and three sums per token, and the hidden gradient."""
-    chunks = math.ceil(pack.loss_tokens / config.model.logprob_chunk_size)
+    chunks = math.ceil(pack.loss_tokens / config.model.chunk_size)
     yield "all-reduce", "tensor", 2 * chunks, (1 + 3) * _LOGITS * pack.loss_tokens
     width = model.config.get_text_config().hidden_size
     yield "all-reduce", "tensor", 1, itemsize * pack.loss_tokens * width

@@ -142,6 +142,8 @@ def train(argv: Sequence[str]) -> int:
         if _is_rank_0():
             sys.stdout.write(to_yaml(resolved.config, resolved.sources, color=_use_color()))
             _draw_processes(resolved.config)
+            if resolved.config.speed_line:
+                sys.stdout.write(f"# {resolved.config.speed_line}\n")
             if resolved.config.launch.probe:
                 from fsdptrain.tools.inspect.inspection import probe_line
 
@@ -207,9 +209,10 @@ def inspect(argv: Sequence[str]) -> int:
     own = {key: resolved.own[key] for key in ("num_gpus", "against_checkpoint")}
     found = inspection.inspect_model(resolved.config, **own)
     if resolved.own["json"]:
-        _print_json(found.as_dict())
+        _print_json({**found.as_dict(), "speed": resolved.config.speed_line})
     else:
         print_inspection(found)
+        sys.stdout.write(resolved.config.speed_line and f"{resolved.config.speed_line}\n")
     inspection.raise_problems(found, strict=resolved.config.model.strict)
     return 0
 
@@ -257,9 +260,10 @@ def plan(argv: Sequence[str]) -> int:
     found = make_plan(model, resolved.config, Machine.of_gib(**machine))
     command = shlex.join(["fsdptrain", *without(argv, PLAN)])
     if resolved.own["json"]:
-        _print_json(plan_text.as_mapping(found, command))
+        _print_json({**plan_text.as_mapping(found, command), "speed": resolved.config.speed_line})
     else:
         plan_text.print_plan(found, command)
+        sys.stdout.write(resolved.config.speed_line and f"{resolved.config.speed_line}\n")
     return 0 if found.fits else 1
 
 

@@ -124,6 +124,16 @@ class FeatureEngine(RolloutEngine, Protocol):
 
 
 @runtime_checkable
+class CountingEngine(RolloutEngine, Protocol):
+    """Engine that may receive less than all bytes of the weights."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a replica received in the last weight sync, the largest number. Rank 0 knows it."""
+        ...
+
+
+@runtime_checkable
 class AdapterEngine(RolloutEngine, Protocol):
     """Engine that holds the frozen checkpoint weights and receives only the adapter (--lora-sync adapter)."""
 

@@ -47,6 +47,8 @@ NOT_RUN = frozenset(
         "image_key",
         "ref_load",
         "compile",
+        "liger",
+        "speed",
         "loss",
         "advantage_estimator",
         "prompt_split",

@@ -24,6 +24,15 @@ def check(config: Config) -> None:
         _raise_first(section.problems(config))
 
 
+def is_valid(config: Config) -> bool:
+    """Return whether `check` accepts the configuration."""
+    try:
+        check(config)
+    except ConfigError:
+        return False
+    return True
+
+
 def check_data_options(config: Config) -> None:
     """Raise ConfigError for an option that does not apply to --prompt-data.
 
@@ -74,6 +83,12 @@ def idle_reason(config: Config, flat: str) -> str:
     key = all_keys()[flat]
     broken = (_broken(config, key, rule) for rule in key.rules)
     return next((reason for reason in broken if reason), "")
+
+
+def has_required(config: Config, flat: str) -> bool:
+    """Return whether the options that this one requires are on."""
+    rules = [rule for rule in all_keys()[flat].rules if isinstance(rule, Requires)]
+    return not any(_broken(config, all_keys()[flat], rule) for rule in rules)
 
 
 def _raise_first(problems: Iterable[Problem]) -> None:

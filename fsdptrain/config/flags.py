@@ -34,6 +34,11 @@ class Option:
         """Whether it takes any number of values."""
         return get_origin(self.annotation) in (list, dict)
 
+    @property
+    def is_switch(self) -> bool:
+        """Whether it has a `--no-` form, and needs no value."""
+        return self.annotation is bool or bool in get_args(self.annotation)
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -81,8 +86,8 @@ def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Res
 
 
 def _set_by_preset(config: Config) -> list[str]:
-    """Return the flat keys that the algorithm's preset sets to a non-default value."""
-    values = preset_values(config.algorithm.algorithm, config.algorithm.loss)
+    """Return the flat keys that the algorithm's preset or --speed sets to a non-default value."""
+    values = preset_values(config.algorithm.algorithm, config.algorithm.loss) | config._fast
     return [flat for flat, value in values.items() if value != all_keys()[flat].default]
 
 
@@ -97,8 +102,9 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
         flag = flag.replace("_", "-")
         key, negated = _find(flag, by_flag, options, word)
         option = options[key]
-        if option.annotation is bool:
+        if negated or option.annotation is bool:
             _refuse_value(option, attached if equals else None, rest)
+        if negated or option.annotation is bool or (option.is_switch and not equals and not _values(rest)):
             values[key] = not negated
             continue
         tokens = [attached] if equals else _take(rest, many=option.many)
@@ -127,7 +133,7 @@ def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], 
     if flag in by_flag:
         return by_flag[flag], False
     positive = "--" + flag.removeprefix("--no-")
-    if flag.startswith("--no-") and positive in by_flag and options[by_flag[positive]].annotation is bool:
+    if flag.startswith("--no-") and positive in by_flag and options[by_flag[positive]].is_switch:
         return by_flag[positive], True
     if not _FLAG.match(word):
         raise ConfigError(f"unexpected argument {word!r}: options begin with --, e.g. --hf-checkpoint {word}")
@@ -138,15 +144,22 @@ def _refuse_value(option: Option, attached: str | None, rest: list[str]) -> None
     following = rest[0] if rest and rest[0].lower() in ("true", "false", "0", "1", "yes", "no", "on", "off") else None
     value = attached if attached is not None else following
     if value is not None:
-        raise ConfigError(f"{option.flag} takes no value, got {value!r}: it is {option.flag} or --no-{option.flag[2:]}")
+        off = f"--no-{option.flag[2:]}"
+        shown = option.flag if option.annotation is bool else off
+        raise ConfigError(f"{shown} takes no value, got {value!r}: it is {option.flag} or {off}")
 
 
 def _take(rest: list[str], *, many: bool) -> list[str]:
     """Pop the values of a flag from the front of `rest`: one, or with `many` all up to the next flag."""
     tokens: list[str] = []
-    while rest and not _FLAG.match(rest[0]) and (many or not tokens):
+    while _values(rest) and (many or not tokens):
         tokens.append(rest.pop(0))
     return tokens
+
+
+def _values(rest: Sequence[str]) -> bool:
+    """Return whether a value is next, not a flag or the end."""
+    return bool(rest) and not _FLAG.match(rest[0])
 
 
 def convert(option: Option, tokens: Sequence[str]) -> Any:

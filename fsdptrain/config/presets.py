@@ -1,4 +1,4 @@
-"""Presets of `--algorithm NAME` and `--loss NAME`, as data for the checks, the value sources and the docs.
+"""Presets of `--algorithm NAME`, `--loss NAME` and `--speed fast`, as data for checks, value sources and docs.
 
 An algorithm is a preset of loss, aggregation, advantage, loss options, and options of other sections. Recipes and flags
 override it.
@@ -83,6 +83,12 @@ PRESETS: Mapping[str, Preset] = {
     "max_rl": Preset("grpo", advantage_estimator="max_rl"),
     "opo": Preset("reinforce", advantage_estimator="opo"),
     "sft": Preset("sft"),
+}
+
+FAST: Mapping[str, Any] = {  # flat key -> value that is predicted to pay on a GPU, in order
+    "compile": True,
+    "activation_memory_budget": 0.8,
+    "fsdp_reshard_after_forward": "auto",
 }
 
 

@@ -45,7 +45,7 @@ def describe(annotation: Any) -> str:
     """Describe the values that an annotation accepts."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return "one of " + ", ".join(str(choice) for choice in args)
+        return "one of " * (len(args) > 1) + ", ".join(str(choice) for choice in args)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(choice) for choice in args if choice is not type(None))
     if origin is list:

@@ -55,10 +55,13 @@ class HostAdam:
         self._on = on
         self._transfers = Transfers(device)
         self._there = torch.device("cpu") if on == "host" else device
+        self._grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self) -> None:
         """Run a step like `AdamW.step`. The host waits for the copies, so it may read the moments afterwards."""
+        divisor = getattr(self._adam, "grad_scale", None)  # of clipping
+        self._grad_scale = None if divisor is None else divisor.to(self._there)
         pieces = list(self._pieces())
         slots = [self._slot(pieces) for _ in range(_SLOTS)]
         begun = [self._fetch(piece, slot) for piece, slot in zip(pieces[:1], slots, strict=False)]
@@ -128,4 +131,5 @@ class HostAdam:
             weight_decay=piece.group["weight_decay"],
             eps=piece.group["eps"],
             maximize=False,
+            grad_scale=self._grad_scale,
         )

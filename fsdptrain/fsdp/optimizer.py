@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 Schedule = Callable[[int], float]
 
+_CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_scale; that of MPS ignores it
 
 # Fraction of (lr - min_lr) left when a fraction `x` in [0, 1] of the decay is done.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -109,6 +111,8 @@ class Optimizer:
         self._adam = _adamw(list(self._names), config)
         self._host_adam = _host_adam(self._adam, config)
         device_type = next(iter(self._names)).device.type
+        fused = device_type in _CLIPS_IN_STEP and all(group["fused"] for group in self._adam.param_groups)
+        self._steps_clip = fused and all(p.dtype == torch.float32 for p in self._names)  # its divisor is a float32
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
         self._norm_of = total_norm or _norm_over_meshes
         self._collected: dict[nn.Parameter, Tensor] = {}  # sums of gradients over packs, between packs
@@ -152,14 +156,17 @@ class Optimizer:
     def clip(self) -> Tensor:
         """Clip to --clip-grad and return the global norm before clipping, [] on the device.
 
-        Collective; does not wait for the device. The norm is the same on every rank. It is not finite if any gradient
-        on any rank is not finite.
+        On CPU and CUDA the fused kernel of AdamW divides float32 gradients while it reads them, so `step` clips them.
+        Elsewhere this does. Collective; does not wait for the device. The norm is the same on every rank. It is not
+        finite if any gradient on any rank is not finite.
         """
         self._scaler.unscale_(self._adam)
-        norm = self._norm_of(list(self._names))
-        if self._config.clip_grad > 0:
+        norm, limit = self._norm_of(list(self._names)), self._config.clip_grad
+        if limit > 0 and self._steps_clip:
+            self._adam.grad_scale = ((norm + _CLIP_EPS) / limit).clamp(min=1.0)  # pyright: ignore  # of GradScaler
+        elif limit > 0:
             for members in _by_mesh(self._names):
-                nn.utils.clip_grads_with_norm_(members, self._config.clip_grad, norm)
+                nn.utils.clip_grads_with_norm_(members, limit, norm)
         return norm
 
     def step(self) -> None:
@@ -203,6 +210,7 @@ class Optimizer:
     def _finish(self) -> None:
         if self._scaler.is_enabled():
             self._scaler.update()
+        self._adam.grad_scale = None  # pyright: ignore  # of `clip`
         self.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:

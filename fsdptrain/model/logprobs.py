@@ -1,4 +1,4 @@
-"""Compute logprobs and entropy from hidden states in chunks, without materializing [T, V] or its gradient.
+"""Compute logprobs and entropy from hidden states in chunks, with the logits of one chunk in memory.
 
     raw = hidden @ weight.T + bias          the head
     z = cap(scale * raw) / temperature      the model's logit transform, then the rollout temperature

@@ -21,6 +21,7 @@ from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.checks import is_valid
 from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError
@@ -45,7 +46,7 @@ from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
 from fsdptrain.trainer.data import build_data
-from fsdptrain.trainer.memory import plan_memory, planned_memory
+from fsdptrain.trainer.memory import build_planner, choose_sizes, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
@@ -66,6 +67,7 @@ log = logging.getLogger(__name__)
 class Components:
     """Everything that a run owns."""
 
+    config: Config  # without what this machine cannot run, and with the chosen sizes
     backend: PolicyBackend
     loss: Loss
     advantages: AdvantageRule
@@ -86,7 +88,7 @@ def build_components(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Components]:
     """Build data and rewards, then the model, then the engine. Close all of them on exit."""
-    check_features(config)
+    config = usable_here(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     install_platform_overrides()  # features compare kernels with the functions that a run uses
     features = load_features(config, checkpoint)
@@ -109,6 +111,9 @@ def build_components(
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
+    # not the name in the hub: ranks would look it up once more, each alone
+    planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
+    config = choose_sizes(planner, config)
     with ExitStack() as stack:
         rewards = open_rewards(config, reward_function, stream, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
@@ -123,6 +128,7 @@ def build_components(
             sampler = build_sampler(instructed, tokenizer, engine, rewards, environment)
             evaluation = build_evaluation(config, sampler, held_out)
         yield Components(
+            config=config,
             backend=backend,
             loss=loss,
             advantages=advantages,
@@ -134,9 +140,24 @@ def build_components(
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
-            planned_memory=planned_memory(backend.model, config) if plans else None,
+            planned_memory=planned_memory(planner, config),
             loggers=loggers,
         )
+
+
+def usable_here(config: Config) -> Config:
+    """Call `check_features`, without what --speed fast has turned on and this machine cannot run. Collective."""
+    try:
+        check_features(config)
+    except ConfigError as error:
+        plain = config.without_fast(("compile", "activation_memory_budget"), str(error))
+        if plain.speed_line == config.speed_line or not is_valid(plain):  # an option that is set needs it
+            raise
+        check_features(plain)
+        config = plain
+    if config.speed_line:
+        log.info("%s", config.speed_line)
+    return config
 
 
 def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config]:

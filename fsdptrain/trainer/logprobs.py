@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.presets import is_own
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.protocols import TrainBackend
 from fsdptrain.trainer.batches import StepBatches
@@ -28,12 +29,24 @@ class LogprobPasses:
         if algorithm.use_rollout_logprobs:
             packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
         elif self.config.scores_policy:
-            logprobs = self.backend.compute_logprobs(packs, "policy")
-            packs = _with(packs, "old_logprobs", logprobs)
-            packs = [self.features.after_logprobs(*pair) for pair in zip(packs, logprobs, strict=True)]
+            start = len(steps[0].packs) if self._first_step_is_on_policy else 0
+            logprobs = self.backend.compute_logprobs(packs[start:], "policy")
+            scored = _with(packs[start:], "old_logprobs", logprobs)
+            scored = [self.features.after_logprobs(*pair) for pair in zip(scored, logprobs, strict=True)]
+            packs = [*packs[:start], *scored]
         if self.config.needs_reference:
             packs = _with(packs, "ref_logprobs", self.backend.compute_logprobs(packs, "reference"))
         return regrouped(steps, packs)
+
+    @property
+    def _first_step_is_on_policy(self) -> bool:
+        """Whether the first step needs no old logprobs: the policy that it trains is the one that would compute them.
+
+        Not if something else reads them: the KL term of the reward, later epochs, a feature, or a loss of the user.
+        """
+        algorithm = self.config.algorithm
+        reads = algorithm.kl_reward_coef > 0 or is_own(algorithm.loss) or self.features.carried_fields
+        return not reads and self.config.batch.epochs_per_rollout == 1
 
     def for_loss(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
         """Remove the logprobs that only the reward needed, so that a strictly on-policy ratio stays exactly 1."""

@@ -68,13 +68,14 @@ class Trainer:
             with lock_folder(self.config):
                 folder = open_folder(self.config)
                 with build_components(self.config, folder, reward=self._reward, dataset=self._dataset) as components:
-                    return TrainingLoop(self.config, folder, components).run()
+                    return TrainingLoop(folder, components).run()
 
 
 class TrainingLoop:
     """One call of `fit`. Every method is collective."""
 
-    def __init__(self, config: Config, folder: RunFolder, components: Components) -> None:
+    def __init__(self, folder: RunFolder, components: Components) -> None:
+        config = components.config
         self.step = 0  # rollouts that were trained on; also the version of the policy
         self._num_updates = 0  # optimizer steps that were not skipped
         self._config = config

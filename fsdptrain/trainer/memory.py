@@ -4,13 +4,14 @@ import importlib
 import importlib.util
 import logging
 import os
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory.demand import MemorySupply, Shard, check_load_memory
 from fsdptrain.memory.grid import Grid
@@ -42,12 +43,55 @@ def _shard(model: PreTrainedModel, config: Config) -> Shard:
     return Shard.of(counts, grid.shards * grid.tensor, gathered=pieces.gathered, copied=copied)
 
 
-def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
-    """Compute the peak memory of the memory plan without its margin. None if it cannot be planned. [bytes]"""
+def build_planner(config: Config, model: PreTrainedModel | None = None) -> Any:
+    """Create a `tools.plan.Planner` for a run on GPUs; None if the tools are not installed. Collective.
+
+    model: if built already.
+    """
     if importlib.util.find_spec("fsdptrain.tools") is None:
         return None
     tools = importlib.import_module("fsdptrain.tools.plan.plan")
-    planner = tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
+    if model is None:
+        model, _ = importlib.import_module("fsdptrain.tools.inspect.inspection").meta_model(config, with_adapters=True)
+    with raise_on_all_ranks(MemoryPlanError, "--hf-checkpoint"):
+        return tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
+
+
+def choose_sizes(planner: Any, config: Config) -> Config:
+    """Replace `auto` of --logprob-chunk-size and --fsdp-reshard-after-forward by the memory plan. Collective.
+
+    planner: None on a CPU, where nothing changes. All ranks use the choice of rank 0 for the least free memory.
+    """
+    if planner is None or "auto" not in (config.model.logprob_chunk_size, config.fsdp.reshard_after_forward):
+        return config
+    free = min(gather(platform.device_memory()[0]))
+    with raise_on_all_ranks(MemoryPlanError, "--logprob-chunk-size auto"):
+        own = _choice(planner, config, free)
+    choice = gather(own)[0]
+    if not choice:
+        return config
+    config = config.with_values(**choice)
+    layers = "freed" if config.fsdp.reshard_after_forward else "kept"
+    log.info("logprobs of %d tokens at a time, layers %s after the forward pass", config.model.chunk_size, layers)
+    return config
+
+
+def _choice(planner: Any, config: Config, free: int) -> dict[str, Any]:
+    """Return the sizes by flat key; nothing if the run cannot be planned."""
+    try:
+        chosen = planner.choose_sizes(config, free)
+    except MemoryPlanError as error:
+        log.info("%s", error)
+        return {}
+    finally:
+        planner.forget_compiled()
+    return {flat: chosen.value(flat) for flat in ("logprob_chunk_size", "fsdp_reshard_after_forward")}
+
+
+def planned_memory(planner: Any, config: Config) -> int | None:
+    """Compute the peak memory of the memory plan without its margin. None if it cannot be planned. [bytes]"""
+    if planner is None:
+        return None
     try:
         peaks = [planner.training(config), planner.generation(config)]
     except MemoryPlanError as error:

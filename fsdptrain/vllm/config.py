@@ -97,8 +97,8 @@ class ServerConfig(Section):
     """How weights reach servers. `file`: in a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
     GPU, not yet run."""
     weight_sync_dir: str | None = None
-    """Folder for the newest weights. Default: in shared memory if all servers are on this machine and there is room,
-    else in --output-dir, which the servers must be able to read."""
+    """Folder for the newest weights. Default: in shared memory if there is room, and with `file` only if all servers
+    are on this machine; else in --output-dir, which the servers must be able to read with `file`."""
     update_weight_buffer_size: int = Field(default=512 * 2**20, ge=1)
     """Weights sent at once, or stored in one file. [bytes]"""
     weight_sync_timeout: float = Field(default=300.0, gt=0.0)

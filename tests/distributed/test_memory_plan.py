@@ -16,7 +16,7 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.tools.plan.activations import training_peaks
 from fsdptrain.tools.plan.plan import GIB, Machine, Planner
-from fsdptrain.trainer.memory import planned_memory
+from fsdptrain.trainer.memory import build_planner, planned_memory
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only
@@ -80,7 +80,7 @@ def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]
     planned = max(peak.total + peak.on_host for peak in peaks)  # here both are the memory of the host
     assert planned == device or config.section(ActivationMemoryConfig).offload_activations
     planned += 2 * shard if config.optim.offload_optimizer else 0
-    logged = planned_memory(backend.model, config)  # of a run on GPUs: generation too
+    logged = planned_memory(build_planner(config, backend.model), config)  # of a run on GPUs: generation too
     assert logged is not None
     assert logged >= device
     backend.train_step(packs, LOSSES["grpo"], LossConfig())

@@ -2,13 +2,15 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import CDLL
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain import platform
@@ -16,8 +18,12 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import has_accelerator
+from fsdptrain.rollout.embedded.engine import HFEngine
+from fsdptrain.rollout.weight_sync.storage_mismatch import SentTensors
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
-from tests.testing import save_tiny_checkpoint, spawn
+from fsdptrain.vllm.server.weight_files import WeightFolder
+from tests import zoo
+from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 
 from .collectives import Collectives
 from .sharded import full_state
@@ -118,6 +124,47 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_step_reads_the_device_once_for_its_final_metrics(checkpoint: str) -> None:
     [calls] = spawn(1, counted_reads, checkpoint)
     assert calls == {name: {"tolist": 1} for name in OPTIONS}
+
+
+def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[str], int, int, int]:
+    """Of a sync to the embedded engine with both sides' checksums, and of one to files; the number of the files; bytes
+    gathered, and of the model."""
+    backend = FSDPBackend(config(checkpoint), total_steps=10)
+    engine = HFEngine(Path(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
+    files = WeightFolder(Path(folder) / str(dist.get_rank()), max_file_bytes=100_000, with_deltas=True)
+    files.write(backend.hf_weights("hub"), "run/1")
+    sent = SentTensors()
+
+    def recorded() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in backend.hf_weights("module"):
+            sent.add(name, tensor, ["bits"])
+            yield name, tensor
+
+    with Reads() as with_checksums, Collectives() as gathers:
+        engine.update_weights(recorded(), 1)
+        found = sent.finish()
+        held = engine.checksums(list(found))
+    assert held == {name: one.checksums["bits"] for name, one in found.items()}
+    with Reads() as to_files, Collectives() as gathers_to_files:
+        files.write(backend.hf_weights("hub"), "run/2")
+    assert not any(delta is None for delta in files.deltas)
+    nbytes = sum(parameter.nbytes for parameter in backend.model.parameters())
+    gathered = sum(gathers.bytes.values())
+    assert gathers_to_files.bytes == gathers.bytes
+    return with_checksums.calls, to_files.calls, len(files.deltas), gathered, nbytes
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_a_verified_weight_sync_waits_twice_however_many_tensors_there_are(architecture: str, tmp_path: Path) -> None:
+    """Once for the checksums of each side; for servers once per file. Every weight is gathered once."""
+    for num_layers in (2, 5):
+        folder = tmp_path / str(num_layers)
+        zoo.build(architecture, num_hidden_layers=num_layers).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        for with_checksums, to_files, num_files, gathered, nbytes in spawn(2, reads_of_syncs, str(folder), str(folder)):
+            assert with_checksums == {"tolist": 2}
+            assert to_files == {"numpy": num_files}
+            assert gathered == nbytes
 
 
 def test_the_count_of_reads_sees_them() -> None:

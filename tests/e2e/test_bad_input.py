@@ -93,6 +93,7 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (used_folder, ["--output-dir", "--resume"]),
     (file_as_folder, ["--output-dir"]),
     (flags("--rollout-max-prompt-len", "3"), ["--rollout-max-prompt-len"]),
+    (flags("--liger"), ["--liger needs"]),
     (flags("--resume", "nowhere/step_3"), ["--resume", "nowhere"]),
 ]
 

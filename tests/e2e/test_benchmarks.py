@@ -96,6 +96,14 @@ def test_ranks_send_what_is_planned_and_more_gpus_are_modelled(tmp_path: Path) -
     assert (tmp_path / "report.png").stat().st_size > 1000
 
 
+def test_the_quick_run_of_a_weight_sync_times_every_stage(tmp_path: Path) -> None:
+    [row] = run_quick("weight_sync.py", tmp_path)["results"]
+    assert set(row["copies"]) == {"copy", "hf", "checksums", "files", "deltas", "apply"}
+    assert row["copies"]["copy"] == 1.0
+    assert all(spread["median"] > 0 for spread in row["seconds"].values())
+    assert 0 < row["bytes of deltas"] < 0.1 * row["bytes"]
+
+
 def test_the_start_of_a_run_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     [found] = run_quick("startup.py", tmp_path)["runs"]["this"]
     for clock, parts in found.items():

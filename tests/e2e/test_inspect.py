@@ -52,8 +52,17 @@ def test_of_an_adapter_it_says_what_is_trained(tmp_path: Path):
 def test_with_liger_it_says_what_is_replaced_or_why_nothing_is(tmp_path: Path):
     zoo.config("qwen3").save_pretrained(tmp_path / "model")
     result = inspect(tmp_path / "model", tmp_path, "--liger", "--json")
-    assert result.code == 0, result.err
-    assert "norms, rope, MLPs: transformers instead of liger (needs " in json.loads(result.out)["fallbacks"][-1]
+    report = json.loads(result.out)
+    assert "norms, rope, MLPs: transformers instead of liger (--liger needs " in report["fallbacks"][-1]
+    assert report["refusal"].startswith("--liger needs ")
+    assert result.code == 2, "as a run"
+    assert report["refusal"] in result.err
+
+
+def test_it_says_what_speed_fast_means(tmp_path: Path):
+    zoo.config("qwen3").save_pretrained(tmp_path / "model")
+    fast = inspect(tmp_path / "model", tmp_path, "--speed", "fast", "--json")
+    assert json.loads(fast.out)["speed"].startswith("speed fast: --compile, ")
 
 
 @pytest.mark.matrix

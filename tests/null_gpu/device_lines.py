@@ -18,6 +18,9 @@ _ONLY = re.compile(r"has_accelerator\b|\bon_gpu\b|== .cuda.|!= .cpu.|_stream is 
 _NEVER = re.compile(r"not \S*has_accelerator\b|not on_gpu\b|== .cpu.|_stream is None")
 UNEXPLAINED = "no reason is given in device_lines.py"
 REASONS = {  # beginnings of "path" or "path:function"
+    "fsdptrain/features/liger/": "needs Triton's kernels on a GPU",
+    "fsdptrain/model/attention/attention.py:_best": "needs flash-attn 3",
+    "fsdptrain/tools/inspect/inspection.py:_sizes": "no test marked gpu inspects a model",
     "fsdptrain/vllm/": "needs vLLM on a GPU",
     "fsdptrain/megatron/": "needs megatron-core and Transformer Engine on a GPU",
     "fsdptrain/model/probes/kernels.py": "needs flash-linear-attention, or --attn-implementation sdpa",

@@ -35,6 +35,12 @@ class CompileFeature(Feature):
         self._options = options
 
     @classmethod
+    def check(cls, config: Config) -> None:
+        del config
+        with raise_on_all_ranks(ConfigError, "--compile"):
+            check_compiler(platform.device_type())
+
+    @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "CompileFeature":
         del checkpoint
         return cls(config.section(CompileConfig))
@@ -42,7 +48,7 @@ class CompileFeature(Feature):
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         del meshes
         with raise_on_all_ranks(ConfigError, "--compile"):
-            check_compiler(platform.device_type())
+            check_compiler(platform.device_type())  # where nothing has called `check`
             compile_layers(model, memory_budget=self._options.activation_memory_budget)
 
 

@@ -15,7 +15,7 @@ class LigerConfig(Section):
     liger: Annotated[
         bool,
         Excludes("compile", reason="with --compile, which fuses the same operations: leave one of them out"),
-        Excludes("tensor_parallel_size>1"),
+        Excludes("tensor_parallel_size>1", "expert_parallel_size>1"),
         FSDP_ONLY,
     ] = False
     """Compute norms, rotary embeddings and gated MLPs with the Triton kernels of liger-kernel, after comparing

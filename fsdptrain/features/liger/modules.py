@@ -1,4 +1,4 @@
-"""Which modules of a language model compute what a kernel of liger-kernel computes, and their other forward.
+"""Which modules of a language model compute what a kernel of liger-kernel computes, and their replacement forward.
 
 No list of model names decides: a stand-in of each module is compared with the formula of the kernel, on the CPU.
 Forwards are replaced on instances. The rotary embedding is a function in the file of a family, so the forward of its
@@ -23,13 +23,13 @@ from fsdptrain.model.structure import language_model
 
 _ROPE = "apply_rotary_pos_emb"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_CASTINGS = ("llama", "gemma")  # where float32 ends: before or after the weight
+_CASTINGS = ("llama", "gemma")  # casting mode: float32 ends before or after the weight
 _WIDTH = 16  # of stand-ins
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """A module and what makes its other forward; `kernels` is `liger_kernel.ops`."""
+    """A module and what makes its replacement forward; `kernels` is `liger_kernel.ops`."""
 
     module: nn.Module
     forward: Callable[[Any], Callable[..., Any]]
@@ -134,7 +134,7 @@ def _is_gated_mlp(module: nn.Module, product: Callable[[Tensor, Tensor], Tensor]
 
 
 def _norm_variant(module: nn.Module, eps: float) -> tuple[float, str] | None:
-    """Return (what is added to the weight, where float32 ends), as the kernel calls them."""
+    """Return (what is added to the weight, casting mode), as the kernel calls them."""
     stand_in: Any = copy.copy(module)
     weight = _random(*module.get_parameter("weight").shape).bfloat16()
     stand_in._parameters = {"weight": nn.Parameter(weight)}

@@ -87,8 +87,8 @@ def resolve_attention(requested: str, device_type: str, *, needs_package_attenti
     """Return the name of the attention implementation for the model's config.
 
     `requested` is auto, varlen, sdpa, or any name that transformers knows. On a GPU auto selects flash-attn if
-    installed (never with `needs_package_attention`), else torch's varlen kernel. On a CPU it selects segments. Raises
-    ConfigError if the device or a package is missing.
+    installed, 3 before 2 on Hopper (never with `needs_package_attention`), else torch's varlen kernel. On a CPU it
+    selects segments. Raises ConfigError if the device or a package is missing.
     """
     register_attention()
     if requested == "auto":
@@ -102,7 +102,7 @@ def resolve_attention(requested: str, device_type: str, *, needs_package_attenti
             )
         return VARLEN
     package = _FLASH_PACKAGES.get(requested)
-    if package is not None and (device_type == "cpu" or find_spec(package) is None):
+    if package is not None and (device_type == "cpu" or not _is_installed(requested)):
         missing = (
             "a GPU and none is available" if device_type == "cpu" else f"the package {package}, not installed here"
         )
@@ -216,7 +216,22 @@ def attention_by_segment(
 def _best(device_type: str, *, needs_package_attention: bool) -> str:
     if device_type == "cpu":
         return SEGMENTS
-    return "flash_attention_2" if find_spec("flash_attn") is not None and not needs_package_attention else VARLEN
+    if needs_package_attention:
+        return VARLEN
+    has_3 = device_type == "cuda" and _is_installed("flash_attention_3")
+    if has_3 and torch.cuda.get_device_capability()[0] == 9:
+        return "flash_attention_3"
+    return "flash_attention_2" if _is_installed("flash_attention_2") else VARLEN
+
+
+def _is_installed(name: str) -> bool:
+    if find_spec(_FLASH_PACKAGES[name]) is None:
+        return False
+    if name != "flash_attention_3":
+        return True
+    from transformers.utils import is_flash_attn_3_available
+
+    return bool(is_flash_attn_3_available())  # it also asks for the distribution flash-attn-3
 
 
 def segment_spans(query: Tensor, boundaries: Boundaries) -> list[int]:

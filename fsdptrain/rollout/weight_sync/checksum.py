@@ -44,15 +44,14 @@ def start_checksum(tensor: Tensor, kind: "ChecksumKind" = "bits") -> StartedChec
     """
     if kind != "bits":
         tensor = tensor.float()
-    if tensor.is_floating_point():
-        tensor = tensor + 0.0
+    flat = tensor.detach().contiguous().view(-1)
+    size = _ROW * _ROWS_AT_ONCE.get(flat.device.type, _MANY_ROWS)  # words
     if kind == "multiset":
-        return StartedChecksum(_unordered(tensor), tensor.numel(), is_ordered=False)
-    words = _words(tensor)
-    whole = len(words) // _ROW * _ROW
-    blocks = words[:whole].view(-1, _ROW).split(_ROWS_AT_ONCE.get(words.device.type, _MANY_ROWS))
-    sums = [_hashed_by_position(block).sum(-1) for block in [*blocks, words[whole:][None]]]
-    return StartedChecksum(torch.cat(sums), tensor.numel(), is_ordered=True)
+        sums = [_hashed(_hashed((part + 0.0).view(torch.int32).long())).sum()[None] for part in flat.split(size)]
+    else:
+        sums = _sums_by_row(flat, size)
+    together = torch.cat(sums) if len(sums) > 1 else sums[0]
+    return StartedChecksum(together, tensor.numel(), is_ordered=kind != "multiset")
 
 
 def finish_checksums(started: Mapping[_K, StartedChecksum]) -> dict[_K, int]:
@@ -78,31 +77,45 @@ def _total(sums: Sequence[int], started: StartedChecksum) -> int:
     return total
 
 
-def _unordered(values: Tensor) -> Tensor:
-    """Sums of the hashes of the elements, [blocks]. `values` is float32."""
-    size = _ROW * _ROWS_AT_ONCE.get(values.device.type, _MANY_ROWS)
-    parts = values.detach().reshape(-1).view(torch.int32).split(size)
-    return torch.stack([_hashed(_hashed(part.long())).sum() for part in parts])
-
-
 def _hashed(words: Tensor) -> Tensor:
     """A hash of each element; zero stays zero."""
     mixed = words * _ODD
     return mixed ^ (mixed >> 29)
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor` in order, padded with zeros to whole words. [words] i64"""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.numel() % _WORD or flat.storage_offset() % _WORD:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _WORD)).clone()
-    return flat.view(torch.int64)
+def _sums_by_row(flat: Tensor, size: int) -> list[Tensor]:
+    """Sums of the hashes of the words of each row, from memory for `size` words. [rows]
+
+    Words are the bytes of `flat` in order, with positive zeros, padded with zeros.
+    """
+    memory = torch.empty(2, min(size, -(-flat.nbytes // _WORD)), dtype=torch.int64, device=flat.device)
+    sums = []
+    for part in flat.split(size * _WORD // flat.itemsize):
+        words, scratch = memory[:, : -(-part.nbytes // _WORD)]
+        words[-1:].zero_()
+        copy = words.view(torch.uint8)[: part.nbytes].view(part.dtype)
+        if part.is_floating_point():
+            torch.add(part, 0.0, out=copy)
+        else:
+            copy.copy_(part)
+        whole = len(words) // _ROW * _ROW
+        if whole:
+            sums.append(_hashed_by_position(words[:whole].view(-1, _ROW), scratch[:whole].view(-1, _ROW)).sum(-1))
+        if len(words) > whole or not whole:
+            sums.append(_hashed_by_position(words[whole:][None], scratch[whole:][None]).sum(-1))
+    return sums
 
 
-def _hashed_by_position(words: Tensor) -> Tensor:
-    """[rows, words]: each word times the factor of its position. Shifts move differences in high bits to low bits."""
-    mixed = (words >> 32).bitwise_xor_(words).mul_(_factors(words.device)[: words.shape[-1]])
-    return mixed.bitwise_xor_(mixed >> 29).mul_(_ODD)
+def _hashed_by_position(words: Tensor, scratch: Tensor) -> Tensor:
+    """[rows, words], in place: each word times the factor of its position. Shifts move differences in high bits to low
+    bits.
+
+    The first one is added: with exclusive or, a word and its complement would be equal, as the shift copies the sign.
+    """
+    torch.bitwise_right_shift(words, 32, out=scratch)
+    words.add_(scratch).mul_(_factors(words.device)[: words.shape[-1]])
+    torch.bitwise_right_shift(words, 29, out=scratch)
+    return words.bitwise_xor_(scratch)
 
 
 @lru_cache

@@ -1,9 +1,11 @@
 """Push the trainer's weights to the engine and verify that they arrived."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
-from fsdptrain.protocols import RolloutEngine, TrainBackend
+from torch import Tensor
+
+from fsdptrain.protocols import CountingEngine, RolloutEngine, TrainBackend
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier
 from fsdptrain.types import Metrics
 
@@ -18,6 +20,7 @@ class WeightSync:
         self._backend = backend
         self._verifier = verifier
         self._pushed: int | None = None  # newest version
+        self._nbytes = 0  # of its weights
 
     def push(self, version: int, span: Span) -> None:
         """Push the policy's weights as `version` and verify them. Collective.
@@ -34,11 +37,22 @@ class WeightSync:
 
     def metrics(self, version: int) -> Metrics:
         """Metrics of the sync of `version` on this rank; empty if `version` was not pushed."""
-        return self._verifier.metrics() if self._verifier and self._pushed == version else {}
+        if self._pushed != version:
+            return {}
+        engine = self._engine  # a server may get less: sparse deltas
+        sent = engine.sent_bytes if isinstance(engine, CountingEngine) else self._nbytes or None
+        metrics = {} if sent is None else {"weight_sync/bytes": float(sent)}
+        return metrics | (self._verifier.metrics() if self._verifier else {})
 
     def _push(self, version: int) -> None:
         engine, backend, verifier = self._engine, self._backend, self._verifier
+        self._nbytes = 0
         if backend.push_weights(engine, version):
             return
-        weights = backend.hf_weights(engine.weight_naming)
+        weights = self._counted(backend.hf_weights(engine.weight_naming))
         engine.update_weights(verifier.record(weights) if verifier else weights, version)
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._nbytes += tensor.nbytes
+            yield name, tensor

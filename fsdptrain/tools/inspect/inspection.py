@@ -5,6 +5,7 @@ json.dumps(report.as_dict())
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.errors import CheckpointError, MemoryPlanError, NumericsError
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
@@ -43,6 +44,7 @@ from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.structure import active_sizes, count_parameters, freeze_vision, lm_head
 from fsdptrain.overrides import Override, install_overrides
 from fsdptrain.tools.inspect.module_tree import Part, module_tree
+from fsdptrain.tools.plan.plan import Machine, Planner
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The full report. `refusal` is the reason why the model cannot be trained; `probe` is then None."""
+    """The full report. `refusal` is the reason why the model cannot be trained; `probe` may be None then."""
 
     checkpoint: str
     model_class: str
@@ -94,6 +96,7 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
     model, path = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
+    liger = list(_liger(config, model))
     pieces = Pieces(model, Grid.of(config, num_gpus))
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
@@ -106,11 +109,12 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
         head=_head(model),
         dtypes=_dtypes(path, config),
         probe=probe,
-        refusal=refusal,
+        refusal=refusal or next((kernel.reason for kernel in liger if kernel.fell_back), ""),
         kernels=[
             *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
-            *_liger(config, model),
+            *liger,
             _logprobs(config),
+            _sizes(config, model, num_gpus),
             *([] if probe is None else [_prefixes(config, model, probe)]),
         ],
         device_type=device_type,
@@ -192,7 +196,9 @@ def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
     if config.section(LigerConfig).liger:
         part, names, problem = "norms, rope, MLPs", describe(find_replacements(model)), obstacle()
         if problem or not names:
-            yield Kernel(part, "transformers", wanted="liger", reason=problem or "no kernel fits this model")
+            yield Kernel(
+                part, "transformers", wanted="liger", reason=f"--liger {problem or 'has no kernel for this model'}"
+            )
         else:
             yield Kernel(part, f"liger in {names}")
 
@@ -206,6 +212,16 @@ def _logprobs(config: Config) -> Kernel:
         return Kernel("logprobs", "eager")
     _, problem = usable_passes(config)
     return Kernel("logprobs", "eager", wanted="triton", reason=problem) if problem else Kernel("logprobs", "triton")
+
+
+def _sizes(config: Config, model: PreTrainedModel, num_gpus: int) -> Kernel:
+    """Report what `auto` of --logprob-chunk-size and --fsdp-reshard-after-forward means on this machine."""
+    if platform.has_accelerator():
+        free, total = platform.device_memory()
+        with suppress(MemoryPlanError):
+            config = Planner(model, Machine(num_gpus, total)).choose_sizes(config, free)
+    layers = "freed" if config.fsdp.reshard_after_forward else "kept"
+    return Kernel("sizes", f"logprobs of {config.model.chunk_size} tokens; layers {layers} after the forward pass")
 
 
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:

@@ -17,10 +17,12 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
+from fsdptrain.config.model import LEAST_CHUNK
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import check_selective
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.compile.config import CompileConfig
+from fsdptrain.features.fused_logprobs.feature import is_replaced
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import SplitPlan
 from fsdptrain.memory.demand import (
@@ -48,6 +50,7 @@ from fsdptrain.tools.plan.trace import Trace, TraceSpec, cache_bytes, interleave
 
 GPUS_PER_NODE = 8
 MAX_PROPOSALS = 3
+USED = 0.9  # of the free memory that larger chunks and kept layers may fill
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Plan:
     machine: Machine
     layout: Layout
     seqlens: tuple[int, ...]  # of the traced pack
+    chunk_size: int  # of the logprobs [tokens]
+    reshards: bool  # whether layers are freed after their forward pass
     training: MemoryPeak
     generation: MemoryPeak | None  # None: another engine, or no generation
     host_parts: Mapping[str, int]
@@ -113,6 +118,7 @@ def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
     Raises MemoryPlanError if its activations cannot be traced.
     """
     planner = Planner(model, machine)
+    config = planner.choose_sizes(config, machine.gpu_memory)
     training, generation = planner.training(config), planner.generation(config)
     host_parts, host = planner.host(config)
     choices = {
@@ -126,6 +132,8 @@ def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
         machine=machine,
         layout=planner.layout(config),
         seqlens=seqlens(config),
+        chunk_size=config.model.chunk_size,
+        reshards=bool(config.fsdp.reshard_after_forward),
         training=training,
         generation=generation,
         host_parts=host_parts,
@@ -202,7 +210,7 @@ class Planner:
             layout=self.layout(config),
             attention=SEGMENTS,
             dtype=_dtype(config),
-            chunk_size=model.logprob_chunk_size,
+            chunk_size=model.chunk_size,
             checkpointing=memory.gradient_checkpointing_kind if memory.gradient_checkpointing else None,
             offload=memory.offload_activations,
             lora=lora if lora.enabled else None,
@@ -245,6 +253,43 @@ class Planner:
         frozen = pieces.total(lambda piece: (not piece.trained) * piece.largest_shard)
         return Shard(self.counts, pieces.grid.shards, trained, frozen, pieces.gathered)
 
+    def choose_sizes(self, config: Config, free: int) -> Config:
+        """Replace `auto` by the largest chunk of logprobs that fits in `free` bytes, then by kept layers if they fit.
+
+        With --deterministic-mode nothing depends on `free`. The chunk is the smallest where the passes over its logits
+        are not done a few rows at a time. Raises MemoryPlanError if the activations cannot be traced.
+        """
+        found = config.with_values(
+            logprob_chunk_size=config.model.chunk_size,
+            fsdp_reshard_after_forward=bool(config.fsdp.reshard_after_forward),
+        )
+        if config.model.deterministic_mode:
+            return found
+        trace, limit = self.trace(found), USED * free
+        row = compute_bytes(config) * self._model.config.get_text_config().vocab_size
+
+        def fits(changed: Config) -> bool:
+            more = row * (min(changed.model.chunk_size, tokens) - min(found.model.chunk_size, tokens))
+            larger = replace(
+                trace,
+                head_saved=trace.head_saved + more,
+                head_forward_peak=trace.head_forward_peak + more,
+                head_gradients=trace.head_gradients - more,  # less what the head's backward frees
+            )
+            return with_margin(training_peak(larger, self.sharding(changed))) <= limit
+
+        tokens = sum(seqlens(config))
+        chosen = found
+        in_blocks = config.ranks_along("tensor") == 1 and not is_replaced()
+        if config.model.logprob_chunk_size == "auto" and in_blocks:
+            sizes = [tokens, *(size for size in (16384, 8192, 4096, 2048, 1024) if size < tokens)]
+            larger = (found.with_values(logprob_chunk_size=size) for size in sizes if size > LEAST_CHUNK)
+            chosen = next((changed for changed in larger if fits(changed)), found)
+        if config.fsdp.reshard_after_forward == "auto":
+            kept = chosen.with_values(fsdp_reshard_after_forward=False)
+            chosen = kept if fits(kept) else chosen
+        return chosen
+
     def sharding(self, config: Config) -> Sharding:
         """Collect the sharding of a run of `config`."""
         outside = self.pieces(config).outside_layers
@@ -253,7 +298,7 @@ class Planner:
             outside_trained=sum(piece.numel for piece in outside if piece.trained),
             num_shards=self.pieces(config).grid.shards,
             compute_bytes=compute_bytes(config),
-            reshard_after_forward=config.fsdp.reshard_after_forward,
+            reshard_after_forward=bool(config.fsdp.reshard_after_forward),
             prefetch=config.fsdp.prefetch,
             cpu_offload=config.fsdp.cpu_offload,
             state=shard_state(config, self.shard(config))[0],

@@ -57,6 +57,8 @@ def _peaks_table(plan: Plan) -> Table:
     rows.append(("together", *(gib(peak.total) for peak in peaks)))
     rows.append((f"with a margin of {100 * (MARGIN - 1):.0f} %", *(gib(with_margin(peak)) for peak in peaks)))
     rows.append((f"peak at: {plan.training.name}",))
+    layers = "freed" if plan.reshards else "kept"
+    rows.append((f"logprobs of {plan.chunk_size} tokens at a time, layers {layers} after the forward pass",))
     return table(("",), ("training", "generation")[: len(peaks)], rows)
 
 

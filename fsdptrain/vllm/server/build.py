@@ -66,7 +66,11 @@ def _open_servers(
     vllm, options = config.section(VllmConfig), config.section(ServerConfig)
     if options.weight_transfer == "nccl" and device.type != "cuda":
         raise ConfigError(f"--weight-transfer nccl needs a GPU, and the trainer is on {device}: use file or gloo")
-    folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=options.update_weight_buffer_size)
+    folder = WeightFolder(
+        weight_path(config, checkpoint),
+        max_file_bytes=options.update_weight_buffer_size,
+        with_deltas=options.weight_transfer != "file",
+    )
     if vllm.urls:
         key = _api_key(vllm.api_key_env)
         servers = [Server(VLLMClient(url, key)) for url in vllm.urls]
@@ -135,12 +139,15 @@ def _devices(config: Config, count: int, device: torch.device) -> list[str | Non
 def weight_path(config: Config, checkpoint: Path) -> Path:
     """The folder of the newest weights, used by nobody else."""
     name = folder_name(Path(config.run.output_dir))
-    folder = config.section(ServerConfig).weight_sync_dir
-    if folder is not None:
-        return Path(folder) / name
-    if all(is_local(host_of(url)) for url in config.section(VllmConfig).urls):
+    options = config.section(ServerConfig)
+    if options.weight_sync_dir is not None:
+        return Path(options.weight_sync_dir) / name
+    if options.weight_transfer != "file" or all(is_local(host_of(url)) for url in config.section(VllmConfig).urls):
         # twice the files of the checkpoint, whose dtype may be half as wide as the compute dtype
-        shared = shared_memory(2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")))
+        needed = 2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+        if options.weight_transfer != "file":  # a file is compared with the one before
+            needed += min(needed, options.update_weight_buffer_size)
+        shared = shared_memory(needed)
         if shared is not None:
             return shared / name
     return Path(config.run.output_dir) / name

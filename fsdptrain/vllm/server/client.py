@@ -122,7 +122,11 @@ class VLLMClient:
     async def call_workers(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """Call `method` of the worker extension; one result per worker."""
         body = {"method": method, "args": args}
-        return await self._field("POST", "/collective_rpc", "results", body=body, timeout=timeout)
+        try:
+            return await self._field("POST", "/collective_rpc", "results", body=body, timeout=timeout)
+        except ServerRefusedError as error:
+            hint = "if its fsdptrain is not the trainer's version, install that in its environment and restart it"
+            raise ServerRefusedError(f"{error}; {hint}") from None
 
     async def is_healthy(self, *, timeout: float) -> bool:
         try:

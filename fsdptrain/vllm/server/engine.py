@@ -87,7 +87,7 @@ class VLLMServerEngine:
         First all ranks gather all weights and rank 0 stores them; then rank 0 pushes them.
         """
         self._stacks.arm(self.response_timeout)
-        files, error = self._store(weights)
+        files, error = self._store(weights, self._tag_of(policy_version))
         with raise_on_all_ranks(RolloutError, "--weight-sync-dir: cannot write the weights, use another one"):
             if error is not None:
                 raise error
@@ -144,6 +144,11 @@ class VLLMServerEngine:
             for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
         ]
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a server has read or received in the last weight sync, the largest number. Rank 0 knows it."""
+        return 0 if self.fleet is None else self.fleet.sent_bytes
+
     def sleep(self) -> None:
         """Servers have their own devices and keep weights and cache."""
         self._stacks.disarm()
@@ -167,7 +172,10 @@ class VLLMServerEngine:
         if self._folder is not None:
             self._folder.delete()
 
-    def _store(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Path], OSError | None]:
+    def _tag_of(self, policy_version: int) -> str:
+        return f"{self._run_id}/{policy_version}"
+
+    def _store(self, weights: Iterable[tuple[str, Tensor]], tag: str) -> tuple[list[Path], OSError | None]:
         """Rank 0 writes the weights to files; the other ranks only take part in gathering them."""
         if self._folder is None or self.fleet is None:
             for _ in weights:
@@ -175,18 +183,24 @@ class VLLMServerEngine:
             return [], None
         self.loop.run(self.fleet.forget_weights())
         try:
-            return self._folder.write(weights), None
+            return self._folder.write(weights, tag), None
         except OSError as error:
             return [], error
 
     def _switch(self, policy_version: int, files: Sequence[Path], adapter: Path | None = None) -> None:
         """Rank 0 pushes weights to all servers. Collective."""
-        tag, ready = f"{self._run_id}/{policy_version}", []
+        tag, ready = self._tag_of(policy_version), []
         with self._syncing() as previous_tag:
             with raise_on_all_ranks(RolloutError, _FLAG), self._pointing_to_stacks():
-                if self.fleet is not None:
+                if self.fleet is not None and self._folder is not None:
                     self._stacks.arm(self.response_timeout)
-                    ready = self.loop.run(self.fleet.switch(Weights(files, tag, previous_tag, adapter)))
+                    folder = self._folder
+                    if adapter is None:
+                        weights = Weights(files, tag, folder.deltas, folder.base)
+                    else:
+                        weights = Weights([], tag, previous_tag=previous_tag, adapter=adapter)
+                    ready = self.loop.run(self.fleet.switch(weights))
+                    folder.deltas.clear()  # of `weights` too: frees them
             self._ready = gather(ready)[0]
             self._stacks.disarm()
             self.policy_version, self._tag = policy_version, tag

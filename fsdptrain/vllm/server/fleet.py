@@ -5,7 +5,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
@@ -68,6 +67,7 @@ class Fleet:
         self._new_weights = asyncio.Event()  # set when `_weights` are replaced
         self._all_started = False
         self._supervisors: list[asyncio.Task[None]] = []
+        self.sent_bytes = 0  # most that a server has read or received in the last weight sync
 
     async def start(self) -> None:
         """Check the servers of the user; start those of the run and wait until all are up.
@@ -105,17 +105,14 @@ class Fleet:
             server.starts = 0
         timeout = self._options.weight_sync_timeout
         push_by, resume_by = Deadline(_PUSH_SHARE * timeout), Deadline(timeout)
-        refused = await self._for_each(
-            servers,
-            partial(
-                push,
-                weights=weights,
-                deadline=push_by,
-                transfer=self._options.weight_transfer,
-                keep_requests=self._keep_requests,
-            ),
-            resume_by,
-        )
+        self.sent_bytes = 0
+
+        async def push_one(client: VLLMClient) -> None:
+            transfer, keep = self._options.weight_transfer, self._keep_requests
+            nbytes = await push(client, weights, push_by, transfer=transfer, keep_requests=keep)
+            self.sent_bytes = max(self.sent_bytes, nbytes)
+
+        refused = await self._for_each(servers, push_one, resume_by)
         if refused:
             switched = [server.client.url for server in servers if server.state is State.UP and server not in refused]
             raise RolloutError(

@@ -1,7 +1,7 @@
 """Weight transfer between the trainer and one engine: safetensors files over a separate process group.
 
-Trainer and engine import this in different environments: it needs only torch and safetensors. The trainer is rank 0 of
-the group, the workers of the engine follow.
+Trainer and engine import this in different environments: it needs only torch, numpy and safetensors. The trainer is
+rank 0 of the group, the workers of the engine follow.
 """
 
 import json

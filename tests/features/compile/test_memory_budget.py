@@ -8,17 +8,18 @@ import pytest
 import torch
 import torch._functorch.config
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain.features.compile.feature import compile_layers
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
-from fsdptrain.model.policy import install_policy_forward, policy_logprobs
+from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.model.structure import decoder_layers
-from fsdptrain.tools.plan.trace import TraceSpec, trace
-from tests import zoo
+from fsdptrain.tools.plan.trace import TraceSpec, _fake_model, trace
+from tests import configs, zoo
 from tests.matrix import only
-from tests.seam import random_pack
+from tests.seam import CPU, random_pack
 
 pytestmark = pytest.mark.filterwarnings(  # torch's own
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
@@ -102,6 +103,37 @@ def test_a_smaller_budget_keeps_fewer_bytes_computes_more_products_again_and_cha
     assert kept == sorted(set(kept), reverse=True)
     assert kept[0] < most
     assert kept[-1] < most / 2
+
+
+AT_WIDTH = {  # products of a layer that are computed again, in bfloat16 with a pack of 4,096 tokens
+    ("qwen3-4b", 0.8): 1,  # [2560, 1024]: 3 % of the layer's forward products
+    ("qwen3-4b", 0.4): 2,
+    ("qwen3-4b", 0.0): 4,
+    ("llama-3.1-8b", 0.8): 0,
+    ("llama-3.1-8b", 0.0): 2,
+}
+
+
+def products_at_width(name: str, budget: float | None) -> int:
+    """Products in the backward pass of one layer of each kind, on fake tensors."""
+    register_attention()
+    mode = FakeTensorMode()
+    model, _ = _fake_model(configs.meta_model(name).config, torch.bfloat16, SEGMENTS, mode, False)
+    if budget is not None:
+        compile_layers(model, backend=PARTITIONED, memory_budget=budget)
+    install_policy_forward(model, chunk_size=512)
+    batch = plain_batch([[1] * 2048] * 2, device=CPU)._map(mode.from_tensor)
+    with mode:
+        values = policy_logprobs(model, batch, layout="packed").values
+        with Products() as products:
+            values.sum().backward()
+    return products.count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "budget"), only([("qwen3-4b", 0.8)], list(AT_WIDTH)))
+def test_at_the_width_of_a_large_model_a_budget_of_08_computes_hardly_a_product_again(name: str, budget: float):
+    assert products_at_width(name, budget) - products_at_width(name, None) == AT_WIDTH[name, budget]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
+from fsdptrain.fsdp import optimizer as optimizer_module
 from fsdptrain.fsdp.optimizer import DECAYS, Optimizer, lr_schedule
 from tests.testing import tiny_qwen3
 
@@ -107,14 +108,46 @@ def test_three_steps_are_those_of_torch_adamw_with_clipping():
     assert {p.grad for p in ours.parameters()} == {None}
 
 
-def test_clipping_bounds_the_norm_and_zero_means_off():
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("clip", [0.5, 1e6, 0.0])
+def test_in_float32_the_step_clips_as_a_pass_over_the_gradients_would(clip: float, offload: bool, fp16: bool):
+    ours, theirs = tiny_qwen3(), tiny_qwen3()
+    # a large epsilon: without it Adam's steps do not depend on the size of gradients
+    config = OptimConfig(lr=1e-2, adam_eps=1e-2, clip_grad=clip, offload_optimizer=offload)
+    optimizer = Optimizer(ours, config, total_steps=10, fp16=fp16)
+    reference = torch.optim.AdamW(
+        theirs.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.0, fused=True
+    )
+    for step in range(3):
+        scale = optimizer.scale(torch.tensor(1.0)).item()
+        fill_gradients(ours, step, scale=scale)
+        fill_gradients(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip or math.inf)
+        assert optimizer.clip().item() == pytest.approx(norm.item(), rel=1e-6)
+        optimizer.step()
+        reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=2e-8)
+    [first, *_] = reference.state.values()
+    torch.testing.assert_close(optimizer.tensors()["model.embed_tokens.weight.exp_avg"], first["exp_avg"])
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_gradients_are_clipped_before_the_step_where_the_kernel_may_ignore_the_divisor(
+    in_step: bool, monkeypatch: pytest.MonkeyPatch
+):
+    assert optimizer_module._CLIPS_IN_STEP == ("cpu", "cuda")
+    monkeypatch.setattr(optimizer_module, "_CLIPS_IN_STEP", ("cpu",) if in_step else ())
     model = tiny_qwen3()
-    for clip, expected in ((0.5, 0.5), (0.0, None)):
-        optimizer = Optimizer(model, OptimConfig(clip_grad=clip), total_steps=1, fp16=False)
+    optimizer = Optimizer(model, OptimConfig(clip_grad=0.5), total_steps=10, fp16=False)
+    for end in (optimizer.step, optimizer.skip):
         fill_gradients(model, 0)
-        before = optimizer.clip().item()
-        after = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
-        assert after == pytest.approx(expected or before, rel=1e-4)
+        optimizer.clip()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        assert norm > 1 if in_step else norm == pytest.approx(0.5)
+        end()
+        assert optimizer._adam.grad_scale is None, "the divisor is that of one step"  # pyright: ignore
 
 
 def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():

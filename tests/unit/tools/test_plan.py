@@ -13,9 +13,12 @@ from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.memory.demand import GIB
 from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
+from fsdptrain.tools.inspect import inspection
+from fsdptrain.tools.plan import plan as plan_module
 from fsdptrain.tools.plan import remedies
 from fsdptrain.tools.plan.activations import MemoryPeak
 from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
+from fsdptrain.trainer import memory as run_memory
 from tests import configs
 from tests.matrix import only
 
@@ -69,6 +72,95 @@ def test_each_remedy_needs_less():
     assert max(selective, second) < peak(max_tokens_per_gpu=8192)
     assert peak(max_tokens_per_gpu=2048) > peak()
     assert peak(fsdp_reshard_after_forward=False) > peak()
+
+
+@pytest.mark.parametrize("free", [20, 27.65, 28, 37, 45])
+def test_auto_chooses_the_largest_sizes_that_the_plan_of_the_run_fits(free: float):
+    long: dict[str, Any] = {"max_tokens_per_gpu": 8192, "gradient_checkpointing": True}
+    given = config(**long, fsdp_reshard_after_forward="auto")
+    chosen = PLANNER.choose_sizes(given, int(free * GIB))
+    needs = {
+        (chunk, reshard): with_margin(
+            PLANNER.training(config(**long, logprob_chunk_size=chunk, fsdp_reshard_after_forward=reshard))
+        )
+        for chunk in (512, 1024, 2048, 4096, 8192)
+        for reshard in (True, False)
+    }
+    fitting = [sizes for sizes, need in needs.items() if need <= 0.9 * free * GIB]
+    chunk = max((chunk for chunk, reshard in fitting if reshard), default=512)
+    assert chosen.model.logprob_chunk_size == chunk
+    assert chosen.fsdp.reshard_after_forward == ((chunk, False) not in fitting)
+
+
+def test_sizes_that_are_given_stay():
+    given = config(logprob_chunk_size=100, fsdp_reshard_after_forward=True)
+    assert PLANNER.choose_sizes(given, 80 * GIB) == given
+    assert PLANNER.choose_sizes(config(fsdp_reshard_after_forward=False), GIB) == config(
+        logprob_chunk_size=512, fsdp_reshard_after_forward=False
+    )
+
+
+def test_the_chunk_is_the_smallest_where_its_logits_are_copied_whole(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan_module, "is_replaced", lambda: True)
+    assert PLANNER.choose_sizes(config(), 80 * GIB).model.logprob_chunk_size == 512
+    monkeypatch.undo()
+    assert PLANNER.choose_sizes(config(), 80 * GIB).model.logprob_chunk_size == 1024
+    split = config(tensor_parallel_size=2, fsdp_reshard_after_forward="auto")
+    chosen = PLANNER.choose_sizes(split, 80 * GIB)
+    assert (chosen.model.logprob_chunk_size, chosen.fsdp.reshard_after_forward) == (512, False)
+
+
+def test_in_deterministic_mode_the_sizes_do_not_depend_on_free_memory():
+    given = config(deterministic_mode=True, fsdp_reshard_after_forward="auto")
+    chosen = PLANNER.choose_sizes(given, 80 * GIB)
+    assert (chosen.model.logprob_chunk_size, chosen.fsdp.reshard_after_forward) == (512, True)
+
+
+AUTO = config(fsdp_reshard_after_forward="auto")
+
+
+def choose_on(rank: int, choices: list[Any], monkeypatch: pytest.MonkeyPatch, free: tuple[int, int]) -> Config:
+    """The result of `rank` of two. `choices` are exchanged after the free memory."""
+    answers = iter([list(free), choices])
+
+    def gather(value: Any) -> list[Any]:
+        values = next(answers)
+        assert values[rank] == value, "this rank's own"
+        return values
+
+    monkeypatch.setattr(run_memory, "gather", gather)
+    monkeypatch.setattr(run_memory.platform, "device_memory", lambda: (free[rank], 80 * GIB))
+    return run_memory.choose_sizes(PLANNER, AUTO)
+
+
+def test_ranks_choose_by_the_least_free_memory(monkeypatch: pytest.MonkeyPatch):
+    wanted = PLANNER.choose_sizes(AUTO, 30 * GIB)
+    choice = {flat: wanted.value(flat) for flat in ("logprob_chunk_size", "fsdp_reshard_after_forward")}
+    for rank in range(2):
+        assert choose_on(rank, [choice, choice], monkeypatch, (80 * GIB, 30 * GIB)) == wanted
+    assert wanted != PLANNER.choose_sizes(AUTO, 80 * GIB)
+    assert run_memory.choose_sizes(None, AUTO) is AUTO  # on a CPU
+    assert (AUTO.model.chunk_size, bool(AUTO.fsdp.reshard_after_forward)) == (512, True)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_all_ranks_use_the_choice_of_rank_0_if_a_rank_cannot_plan(failing: int, monkeypatch: pytest.MonkeyPatch):
+    choice = {"logprob_chunk_size": 1024, "fsdp_reshard_after_forward": False}
+    choices: list[Any] = [choice, choice]
+    choices[failing] = {}
+    for rank in range(2):
+        monkeypatch.setattr(run_memory, "_choice", lambda *_, rank=rank: choices[rank])
+        found = choose_on(rank, choices, monkeypatch, (80 * GIB, 80 * GIB))
+        assert found == (AUTO.with_values(**choice) if failing else AUTO)
+
+
+def test_inspect_says_what_auto_means_on_this_machine(monkeypatch: pytest.MonkeyPatch):
+    given = config(fsdp_reshard_after_forward="auto")
+    on_cpu = inspection._sizes(given, MODEL, 8)
+    monkeypatch.setattr(inspection.platform, "has_accelerator", lambda: True)
+    monkeypatch.setattr(inspection.platform, "device_memory", lambda: (80 * GIB, 80 * GIB))
+    assert on_cpu.used == "logprobs of 512 tokens; layers freed after the forward pass"
+    assert inspection._sizes(given, MODEL, 8).used == "logprobs of 1024 tokens; layers kept after the forward pass"
 
 
 def test_replicas_need_as_much_as_fewer_gpus():

@@ -79,6 +79,13 @@ class Servers(dict[str, str]):
         self._processes.pop(name).close()
         self.pop(name, None)
 
+    def restart(self, name: str) -> None:
+        """At the same address."""
+        process = self._processes[name]
+        process.end()
+        process.start()
+        wait_until_up(process)
+
     def close(self) -> None:
         for name in [*self._processes]:
             self.end(name)

@@ -18,6 +18,7 @@ from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.push import load_files
 from tests.event_loop import run_in_loop
 from tests.matrix import only
+from tests.tensors import checksum
 from tests.testing import spawn
 from tests.vllm import contract
 from tests.vllm.servers import cases
@@ -66,6 +67,32 @@ def test_a_server_after_a_push_equals_an_engine_that_starts_with_the_weights(
     before, after = said
     assert [[c.token_ids, c.logprobs] for c in after] == fresh(name)
     assert [c.logprobs for c in before] != [c.logprobs for c in after]
+
+
+@pytest.mark.parametrize("name", only(["tied"], ["tied", "untied", "moe", "tied bf16", "moe bf16"]))
+def test_sparse_deltas_give_exactly_the_weights_and_a_new_server_gets_all(models, urls, alone, tmp_path, name):
+    model = models[name.partition(" ")[0]]
+    options = {"weight_transfer": "gloo", "bf16": cases.is_bf16(name), "output_dir": str(tmp_path)}
+    engine = build(cases.attached(model.first, urls[name], update_weight_buffer_size=1_000_000, **options))
+    dtype = torch.bfloat16 if cases.is_bf16(name) else torch.float32
+    weights = {name: tensor.to(dtype) for name, tensor in weights_of(model.first).items()}
+    sent = []
+    try:
+        for version in range(5):
+            for tensor in weights.values():
+                tensor.view(-1)[version::97] *= -1
+            if version == 3:
+                urls.restart(name)
+            engine.update_weights(weights.items(), version)
+            sent.append(engine.sent_bytes)
+            held = engine.replicas()[0].checksums(list(weights), "values")
+            assert held is not None
+            assert held == {name: checksum(weights[name], "values") for name in held}
+            assert len(held) > len(weights) / 2
+    finally:
+        engine.close()
+    assert sent[0] == sent[3] > sum(tensor.nbytes for tensor in weights.values())
+    assert max(sent[1], sent[2], sent[4]) < 0.1 * sent[0]
 
 
 def test_an_update_that_failed_half_way_is_in_nobodys_way(models, urls, fresh, alone, tmp_path):

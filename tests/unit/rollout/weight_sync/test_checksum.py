@@ -35,6 +35,17 @@ def test_a_checksum_does_not_depend_on_the_memory_layout(seed, rows, columns, dt
     assert checksum(tensor.t()) == checksum(tensor.t().contiguous())
 
 
+@given(st.integers(0, 99), st.integers(1, 40), st.data())
+def test_the_complement_of_a_word_has_another_checksum(seed, num_words, data):
+    words = torch.randint(-(2**63), 2**63 - 1, (num_words,), generator=torch.Generator().manual_seed(seed))
+    changed = words.clone()
+    changed[data.draw(st.integers(0, num_words - 1))].bitwise_not_()
+    assert checksum(changed) != checksum(words)
+    assert checksum(torch.zeros(8 * num_words, dtype=torch.int8)) != checksum(
+        torch.full((8 * num_words,), -1, dtype=torch.int8)
+    )
+
+
 def test_rows_beyond_the_first_block_count():
     tensor = torch.zeros(300_000)
     sums = {checksum(tensor)}

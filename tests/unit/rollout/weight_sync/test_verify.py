@@ -152,6 +152,25 @@ def test_weights_are_pushed_under_the_names_that_the_engine_wants() -> None:
     assert engine.policy_version == 3
 
 
+def test_the_bytes_of_a_sync_are_those_of_the_weights_unless_the_engine_got_less() -> None:
+    class Backend:
+        def push_weights(self, engine: Any, version: int) -> bool:
+            return False
+
+        def hf_weights(self, naming: str) -> Any:
+            return [("a", torch.ones(3)), ("b", torch.ones(4).bfloat16())]
+
+    engine = FakeRolloutEngine(lambda prompt, index: [5])
+    sync = WeightSync(engine, Backend(), None)  # type: ignore[arg-type]
+    assert sync.metrics(0) == {}
+    for version in range(2):
+        sync.push(version, lambda stage: nullcontext())
+        assert sync.metrics(version) == {"weight_sync/bytes": 20.0}
+    engine.sent_bytes = 7  # type: ignore[attr-defined]
+    assert sync.metrics(1) == {"weight_sync/bytes": 7.0}
+    assert sync.metrics(2) == {}
+
+
 def test_the_probe_samples_as_the_rollouts_do_and_each_prompt_has_an_id() -> None:
     probe = make_probe(config(rollout_top_p=0.7, rollout_top_k=9, rollout_min_p=0.1), tiny_tokenizer())
     assert (probe.sampling.top_p, probe.sampling.top_k, probe.sampling.min_p) == (0.7, 9, 0.1)
