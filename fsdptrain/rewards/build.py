@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
-from fsdptrain.errors import ConfigError, RewardError
+from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards.values import RewardResult, to_result
-from fsdptrain.types import Prompt
+from fsdptrain.rewards.values import RewardResult
 
 REWARDS = registry.Table[RewardFunction](
     {
@@ -53,11 +52,7 @@ class Component:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Weighted sum of rewards. Raises RewardError with the component's name if a component returns None.
-
-    Returns the unweighted component rewards by name, and the details of components that return mappings. Component
-    names take precedence over detail names.
-    """
+    """Weighted sum of rewards."""
 
     components: tuple[Component, ...]
 
@@ -65,16 +60,12 @@ class WeightedSum:
     def weights(self) -> dict[str, float]:
         return {component.name: component.weight for component in self.components}
 
-    def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float]:
-        results: list[RewardResult] = []
-        for component in self.components:
-            results.append(to_result(component.function(prompt, response), name=component.name))
-            if results[-1].reward is None:
-                raise RewardError(f"{component.name} returned None, which means that it cannot score this")
-        return self.combine(results)
-
     def combine(self, results: Sequence[RewardResult]) -> Mapping[str, float]:
-        """Return the weighted sum of the results of the components, each scored, and its parts."""
+        """Return the weighted sum of the results of the components, each scored, and its parts.
+
+        Parts are the unweighted rewards by name, and the details of components that return mappings. Component names
+        take precedence over detail names.
+        """
         rewards, details = dict[str, float](), dict[str, float]()
         for component, result in zip(self.components, results, strict=True):
             assert result.reward is not None
@@ -83,7 +74,7 @@ class WeightedSum:
         return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
 
 
-def reads_environment(reward: RewardFunction) -> bool:
+def reads_environment(reward: RewardFunction | WeightedSum) -> bool:
     """Return whether the environment's reward can affect `reward`. True for custom functions, which are unknown."""
     known = set(REWARDS.values()) - {REWARDS["environment"]}
     return not (isinstance(reward, WeightedSum) and all(part.function in known for part in reward.components))

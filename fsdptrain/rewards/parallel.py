@@ -1,90 +1,140 @@
-"""The rewards of a run: all samples of a rank at once, in worker processes."""
+"""The rewards of a run: all samples of a rank at once."""
 
+import logging
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
-from fsdptrain.cgroup import cgroup_files
 from fsdptrain.config import Config
+from fsdptrain.cores import usable_cores
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
+from fsdptrain.registry import check_call
 from fsdptrain.rewards.build import Component, WeightedSum
-from fsdptrain.rewards.calls import Outcome, RewardCalls, WrongValue, attempt
+from fsdptrain.rewards.calls import Call, Outcome, RewardCalls
 from fsdptrain.rewards.functions import environment, exact, format_tags
-from fsdptrain.rewards.pool import RewardPool
-from fsdptrain.rewards.values import RewardResult, to_result
+from fsdptrain.rewards.local import EventLoop, InProcess
+from fsdptrain.rewards.patience import Patience
+from fsdptrain.rewards.pool import CannotLoadError, ProcessPool
+from fsdptrain.rewards.values import WRONG, RewardResult, to_result
 from fsdptrain.types import Prompt
+
+log = logging.getLogger(__name__)
 
 FAST = (environment, exact, format_tags)  # rewards that neither hang nor take longer than a message to a process
 DEFAULT_TIMEOUT_S = 300.0
+MAX_WORKERS = 8  # by default; each may import torch or load a model
+Runner = ProcessPool | EventLoop | InProcess
 
 
 class ParallelReward:
-    """A reward for all samples of a rank at once. Close it to end its worker processes.
+    """A reward for all samples of a rank at once. Close it to end its processes and threads.
 
     Args:
-        num_workers: processes per component; 0: a thread of this process
+        num_workers: processes per component; 0: none
         timeout: of one call [s]
-        patience: see `RewardPool` [s]
+        patience: total time that hung calls and crashes of all components may take in one rollout, because other ranks
+            wait for this rank [s]
     """
 
-    def __init__(self, reward: RewardFunction, *, num_workers: int, timeout: float, patience: float) -> None:
+    def __init__(
+        self, reward: RewardFunction | WeightedSum, *, num_workers: int, timeout: float, patience: float
+    ) -> None:
         self.reward = reward
-        self._components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
-        self._pools: dict[str, RewardPool] = {}
+        self._timeout = timeout
+        self._patience = Patience(patience)
+        components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
+        self._runners: list[Runner] = []
         with ExitStack() as stack:
-            for component in self._components:
-                if component.function not in FAST:
-                    where = _name(component)
-                    calls = RewardCalls(component.function, component.name, timeout)
-                    self._pools[component.name] = RewardPool(calls, num_workers, where=where, patience=patience)
-                    stack.callback(self._pools[component.name].close)
-            self._stack = stack.pop_all()
+            stack.callback(self.close)
+            for component in components:
+                self._runners.append(self._start(component, num_workers))
+            stack.pop_all()
+
+    def _start(self, component: Component, num_workers: int) -> Runner:
+        calls, where = RewardCalls(component.function, component.name), _where(component)
+        if calls.is_async:
+            return EventLoop(calls, where=where, timeout=self._timeout)
+        if not num_workers or component.function in FAST:
+            return InProcess(calls, where=where, timeout=self._timeout)
+        try:
+            return ProcessPool(calls, num_workers, where=where, timeout=self._timeout)
+        except CannotLoadError as error:
+            return self._without_processes(calls, where, error)
+
+    def _without_processes(self, calls: RewardCalls, where: str, error: CannotLoadError) -> Runner:
+        log.warning(
+            "%s runs in the trainer's process, one call at a time, because no other process can load it: %s; define it "
+            "in a module that can be imported to run it in processes",
+            where,
+            error,
+        )
+        return InProcess(calls, where=where, timeout=self._timeout)
 
     def close(self) -> None:
-        self._stack.close()
+        """End a `run` of another thread, too."""
+        for runner in self._runners:
+            runner.close()
 
-    def check(self, prompt: Prompt) -> list[str]:
-        """Call each reward of the user once, with an empty response to `prompt`. Returns a line for each that fails.
+    def check(self, prompts: Sequence[Prompt], *, call: bool) -> list[str]:
+        """Check that the signatures allow the calls. With `call`, also call each reward of the user with `prompts[0]`.
 
-        Raises ConfigError if its signature does not allow the calls, or if it returns a value of a wrong type.
+        The response is empty. Returns a line for each reward that cannot score it. Raises ConfigError if a signature
+        does not fit, or if a reward returns a value of a wrong type.
         """
         lines: list[str] = []
-        for pool in self._pools.values():
-            pool.reward.check(prompt, where=pool.where)
-            if _is_ours(pool.reward.function):
+        for index, runner in enumerate(self._runners):
+            for prompt in prompts:
+                _check_signature(runner, prompt)
+            if not call or not prompts or _is_ours(runner.reward.function):
                 continue
-            [outcome] = pool.run([(prompt, "")])
-            if isinstance(outcome, WrongValue):
-                raise ConfigError(f"{pool.where}, called with the first row and an empty response: {outcome}")
+            self._patience.begin()
+            [outcome] = self._run(index, [(prompts[0], "")])
             if isinstance(outcome, str):
-                lines.append(f"{pool.where} cannot score an empty response to the first row: {outcome}")
+                line = f"{runner.where}, called with the first row and an empty response: {outcome}"
+                if WRONG in outcome:
+                    raise ConfigError(line)
+                lines.append(f"{line}; a response that cannot be scored is left out of training")
         return lines
 
-    def run(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Outcome]:
-        """Score `texts[i]` as a response to `prompts[i]`; a text says why a sample is unscored."""
-        calls = list(zip(prompts, texts, strict=True))
-        columns = [self._run(component, calls) for component in self._components]
-        return [self._combine(outcomes) for outcomes in zip(*columns, strict=True)]
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Score the samples, in order; a text says why a sample is unscored. Raises RolloutError."""
+        self._patience.begin()
+        outcomes: list[Outcome] = [""] * len(calls)
+        parts: dict[int, list[RewardResult]] = {index: [] for index in range(len(calls))}
+        for runner in range(len(self._runners)):
+            for index, outcome in zip([*parts], self._run(runner, [calls[index] for index in parts]), strict=True):
+                if isinstance(outcome, str):  # other rewards need not score it
+                    outcomes[index] = outcome
+                    del parts[index]
+                else:
+                    parts[index].append(outcome)
+        for index, results in parts.items():
+            outcomes[index] = self._combine(results)
+        return outcomes
 
-    def _run(self, component: Component, calls: Sequence[tuple[Prompt, str]]) -> list[Outcome]:
-        if component.name in self._pools:
-            return self._pools[component.name].run(calls)
-        return [attempt(component.function, *call, name=component.name) for call in calls]
-
-    def _combine(self, outcomes: Sequence[Outcome]) -> Outcome:
-        scores = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
-        if len(scores) < len(outcomes):
-            return next(outcome for outcome in outcomes if isinstance(outcome, str))
-        if not isinstance(self.reward, WeightedSum):
-            return scores[0]
+    def _run(self, index: int, calls: Sequence[Call]) -> list[Outcome]:
+        runner = self._runners[index]
+        self._patience.answered()
+        if runner.reward.function in FAST:
+            return [outcome for call in calls for outcome in runner.reward.run([call])]
         try:
-            return to_result(self.reward.combine(scores))
+            return runner.run(calls, self._patience)
+        except CannotLoadError as error:
+            runner.close()
+            self._runners[index] = self._without_processes(runner.reward, runner.where, error)
+            return self._runners[index].run(calls, self._patience)
+
+    def _combine(self, results: Sequence[RewardResult]) -> Outcome:
+        if not isinstance(self.reward, WeightedSum):
+            return results[0]
+        try:
+            return to_result(self.reward.combine(results))
         except ValueError as error:
             return str(error)
 
 
-def _name(component: Component) -> str:
+def _where(component: Component) -> str:
     """Return the reward for messages: `--reward module:function`."""
     function = component.function
     qualified = getattr(function, "__qualname__", None)
@@ -97,7 +147,17 @@ def _is_ours(function: RewardFunction) -> bool:
     return str(getattr(function, "__module__", "")).startswith("fsdptrain.rewards.")
 
 
-def build_parallel(config: Config, reward: RewardFunction) -> ParallelReward:
+def _check_signature(runner: Runner, prompt: Prompt) -> None:
+    args, kwargs = runner.reward.arguments([(prompt, "")])
+    try:
+        check_call(runner.reward.function, lambda f: f(*args, **kwargs), where=runner.where)
+    except ConfigError as error:
+        columns = f"; the data has the columns {', '.join(prompt.metadata)}" if kwargs else ""
+        fix = "write f(prompt, response), or f(prompts, responses) for lists"
+        raise ConfigError(f"{error}{columns}; {fix}") from error
+
+
+def build_parallel(config: Config, reward: RewardFunction | WeightedSum) -> ParallelReward:
     """Start the rewards of a run with --reward-workers, --reward-timeout and half of --dist-timeout."""
     patience, workers = config.reward_patience, config.reward.reward_workers
     return ParallelReward(
@@ -109,10 +169,6 @@ def build_parallel(config: Config, reward: RewardFunction) -> ParallelReward:
 
 
 def default_workers() -> int:
-    """Return the number of cores that this rank may use, at least 1: those of the machine divided by its ranks."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    for path in cgroup_files("cpu.max"):
-        with suppress(OSError, ValueError):  # "max 100000": no quota
-            quota, period = map(int, path.read_text().split())
-            cores = min(cores, quota / period)
-    return max(1, int(cores / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    """Return the number of cores of this rank: those of the machine divided by its ranks; 1 to `MAX_WORKERS`."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(usable_cores() // ranks, MAX_WORKERS))

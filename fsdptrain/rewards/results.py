@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from fsdptrain.distributed import gather, sum_over_ranks
 from fsdptrain.errors import RewardError
-from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards.calls import attempt
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.types import Prompt
@@ -28,22 +26,17 @@ class RewardResults:
         )
 
 
-def compute_rewards(
-    reward: RewardFunction | ParallelReward, prompts: Sequence[Prompt], texts: Sequence[str]
-) -> RewardResults:
+def compute_rewards(reward: ParallelReward, prompts: Sequence[Prompt], texts: Sequence[str]) -> RewardResults:
     """Score `texts[i]` as a response to `prompts[i]`. Call it once per rank for a rollout or round.
 
     If the reward raises, or returns None or a non-finite or non-numeric value, the sample is unscored.
     """
-    if isinstance(reward, ParallelReward):
-        outcomes = reward.run(prompts, texts)
-    else:
-        outcomes = [attempt(reward, prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    outcomes = reward.run(list(zip(prompts, texts, strict=True)))
     errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
     return RewardResults(
         [RewardResult(None) if isinstance(outcome, str) else outcome for outcome in outcomes],
         num_unscored=len(errors),
-        first_error=str(errors[0]) if errors else None,
+        first_error=errors[0] if errors else None,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+WRONG = ", which is not a "  # in reasons that show a bug of the reward, not of the response
 MOST_REWARD = 1e6  # above it, the squares of a group's rewards would round away the differences
 
 
@@ -35,14 +36,17 @@ def to_result(value: Any, *, name: str = "") -> RewardResult:
 
 def _name(key: Any) -> str:
     if not isinstance(key, str):
-        raise TypeError(f"the reward returned a mapping with the key {key!r:.80}, which is not a string")
+        raise TypeError(f"the reward returned a mapping with the key {key!r:.80}{WRONG}string")
     return key
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, str | bytes):
-        raise TypeError(f"the reward returned {value!r:.80}, which is not a number")
-    number = float(value)
+    try:
+        number = None if isinstance(value, str | bytes) else float(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"the reward returned {value!r:.80}{WRONG}number")
     if not math.isfinite(number):
         raise ValueError(f"the reward returned {number}")
     return number

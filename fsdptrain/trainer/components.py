@@ -38,7 +38,7 @@ from fsdptrain.protocols import (
     RewardFunction,
     RolloutEngine,
 )
-from fsdptrain.rewards.build import build_reward, reads_environment
+from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
@@ -115,7 +115,7 @@ def build_components(
     planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
     config = choose_sizes(planner, config)
     with ExitStack() as stack:
-        rewards = open_rewards(config, reward_function, stream, environment, stack) if generates else None
+        rewards = open_rewards(config, reward_function, stream, held_out, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
         backend = open_backend(config, features)
         engine = open_engine(config, backend, make_engine, checkpoint) if generates else None
@@ -277,19 +277,24 @@ def build_weight_sync(
 
 def open_rewards(
     config: Config,
-    reward: RewardFunction,
+    reward: RewardFunction | WeightedSum,
     stream: PromptStream,
+    held_out: Sequence[Prompt],
     environment: "LoadedEnvironment | None",
     stack: ExitStack,
 ) -> ParallelReward:
-    """Start the processes of the rewards, and call those of the user once. Raises ConfigError on all ranks."""
+    """Start the rewards. Rank 0 calls those of the user once. Raises ConfigError on all ranks. Collective."""
     with raise_on_all_ranks(ConfigError, "--reward"):
         rewards = build_parallel(config, reward)
         stack.callback(rewards.close)
-        prompt = make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
+        prompts = [*held_out[:1]]
+        if config.algorithm.algorithm != "sft":  # else only evaluations compute rewards
+            first = make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
+            prompts.insert(0, first)
         if environment is not None:
-            prompt = replace(prompt, metadata={**prompt.metadata, "episode": Episode((), None, done=True)})
-        lines = rewards.check(prompt)
+            episode = Episode((), None, done=True)
+            prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
+        lines = rewards.check(prompts, call=dist.get_rank() == 0)
     for line in lines:
         log.warning("%s", line)
     return rewards

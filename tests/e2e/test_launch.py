@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.launch.cores import usable_cores
+from fsdptrain.cores import usable_cores
 from tests.e2e import command
 from tests.matrix import only
 from tests.testing import rank_variables, reserved_port

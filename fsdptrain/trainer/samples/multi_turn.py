@@ -17,13 +17,13 @@ from fsdptrain.data.routes import sample_routes
 from fsdptrain.data.rows import as_messages
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
+from fsdptrain.protocols import InFlightEngine, RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.results import RewardResults, compute_rewards
 from fsdptrain.rewards.values import RewardResult, to_result
+from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.single_turn import Generate, GenerationRound, response_text
-from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Episode, Message, Prompt, Sample, SamplingParams, Turn
 
@@ -114,7 +114,7 @@ class MultiTurn:
 
     engine: RolloutEngine
     environment: LoadedEnvironment
-    reward: RewardFunction | ParallelReward
+    reward: ParallelReward
     reads_environment: bool  # whether --reward uses the rewards of the environment
     renderer: TurnRenderer
     threads: StepThreads
@@ -278,7 +278,7 @@ def build_multi_turn(
     tokenizer: PreTrainedTokenizerBase,
     *,
     engine: RolloutEngine,
-    reward: RewardFunction | ParallelReward,
+    reward: ParallelReward,
     environment: LoadedEnvironment,
     reads_environment: bool,
 ) -> MultiTurn:

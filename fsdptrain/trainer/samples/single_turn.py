@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
+from fsdptrain.protocols import InFlightEngine, RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.results import RewardResults, compute_rewards
 from fsdptrain.rewards.values import RewardResult
@@ -74,7 +74,7 @@ class SingleTurn:
     """One completion per sample, scored by the reward function."""
 
     engine: RolloutEngine
-    reward: RewardFunction | ParallelReward
+    reward: ParallelReward
     tokenizer: PreTrainedTokenizerBase
     _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # rewards may not be thread-safe
 

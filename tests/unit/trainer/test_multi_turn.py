@@ -17,10 +17,10 @@ from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.functions import environment as environment_reward
 from fsdptrain.rewards.functions import exact
+from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn, prompt_seed
 from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
-from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
 from tests.testing import FakeRolloutEngine, tiny_tokenizer

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.threads import DeadlineError, StepThreads, _Batch
 from fsdptrain.trainer.samples import threads as module
-from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads, _Batch
 
 pytestmark = pytest.mark.slow
 

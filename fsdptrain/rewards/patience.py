@@ -1,0 +1,37 @@
+"""The time that other ranks wait for rewards that hang."""
+
+import time
+
+from fsdptrain.errors import RolloutError
+
+
+class Patience:
+    """Real time in one rollout that has ended with a late call, a crash or a restart in place of an answer.
+
+    It does not depend on the number of processes: what happens while another call is answered takes no extra time.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit  # of one rollout, for all rewards [s]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a rollout."""
+        self.lost = 0.0
+        self._times = 0
+        self.answered()
+
+    def answered(self) -> None:
+        self._since = time.monotonic()
+
+    def lose(self, reason: str) -> None:
+        """Count the time since the last answer or loss. Raises RolloutError if the rollout has lost too much."""
+        now = time.monotonic()
+        self.lost += now - self._since
+        self._times, self._since = self._times + 1, now
+        if self.lost >= self.limit:
+            raise RolloutError(
+                f"--reward did not answer {self._times} times in one rollout, which took {self.lost:.0f} s, and other "
+                f"ranks wait no longer than {self.limit:g} s for that; last: {reason}; give it its own time limit, "
+                "lower --reward-timeout, or raise --dist-timeout"
+            )
