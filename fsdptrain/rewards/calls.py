@@ -39,7 +39,8 @@ class RewardCalls:
 
     @property
     def is_async(self) -> bool:
-        return any(map(inspect.iscoroutinefunction, (self.function, getattr(type(self.function), "__call__", None))))
+        instance = callable(self.function) and type(self.function).__call__
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(instance)
 
     @property
     def is_batched(self) -> bool:

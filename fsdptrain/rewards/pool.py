@@ -200,9 +200,11 @@ class ProcessPool:
         if reply and not self._loads:
             raise CannotLoadError(reply)
         if not reply:
-            worker.ready = self._loads = True
             if worker.replaces:
                 patience.lose("--reward: a process was restarted")
+            elif not self._loads:
+                patience.answered()
+            worker.ready = self._loads = True
         return reply
 
     def _start(self) -> None:
