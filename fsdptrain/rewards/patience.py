@@ -18,20 +18,24 @@ class Patience:
     def begin(self) -> None:
         """Begin a rollout."""
         self.lost = 0.0
-        self._times = 0
+        self._times, self._last = 0, ""
         self.answered()
 
     def answered(self) -> None:
         self._since = time.monotonic()
 
-    def lose(self, reason: str) -> None:
-        """Count the time since the last answer or loss. Raises RolloutError if the rollout has lost too much."""
+    def lose(self, reason: str = "") -> None:
+        """Count the time since the last answer or loss. Raises RolloutError if the rollout has lost too much.
+
+        reason: why a call has no answer; empty for a process that has been restarted
+        """
         now = time.monotonic()
-        self.lost += now - self._since
-        self._times, self._since = self._times + 1, now
+        self.lost, self._since = self.lost + now - self._since, now
+        if reason:
+            self._times, self._last = self._times + 1, reason
         if self.lost >= self.limit:
             raise RolloutError(
                 f"--reward did not answer {self._times} times in one rollout, which took {self.lost:.0f} s, and other "
-                f"ranks wait no longer than {self.limit:g} s for that; last: {reason}; give it its own time limit, "
+                f"ranks wait no longer than {self.limit:g} s for that; last: {self._last}; give it its own time limit, "
                 "lower --reward-timeout, or raise --dist-timeout"
             )

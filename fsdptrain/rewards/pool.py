@@ -201,7 +201,7 @@ class ProcessPool:
             raise CannotLoadError(reply)
         if not reply:
             if worker.replaces:
-                patience.lose("--reward: a process was restarted")
+                patience.lose()
             elif not self._loads:
                 patience.answered()
             worker.ready = self._loads = True
