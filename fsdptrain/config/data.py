@@ -78,12 +78,12 @@ class RewardConfig(Section):
     max_unscored_fraction: Annotated[float, NEUTRAL, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
     """Stop if more than this fraction of a rollout's samples could not be scored."""
     reward_timeout: Annotated[float | None, NEUTRAL, GENERATES] = Field(default=None, gt=0.0)
-    """Deadline of one --reward call. Its process is then killed and replaced, and the sample is unscored. Three
-    timeouts in a row on every process end the run, as do timeouts in one rollout that add up to half of --dist-timeout
-    for all processes. Default: 300, or less if --dist-timeout requires it. [s]"""
+    """Deadline of one --reward call; of a reward of lists, for all samples of a rank. The sample is then unscored, and
+    its process is killed and replaced. The run ends if late calls and crashes of all rewards block a rank for half of
+    --dist-timeout in one rollout. Default: 300, or less if --dist-timeout requires it. [s]"""
     reward_workers: Annotated[int | None, NEUTRAL, GENERATES] = Field(default=None, ge=0)
-    """Processes per rank that compute each --reward. 0: a thread of the trainer, which cannot be killed. Default: the
-    cores of the machine, divided by its ranks. [processes]"""
+    """Processes per rank and per --reward. 0: none; the trainer calls it, and cannot kill a call. Default: the cores of
+    the machine divided by its ranks, at most 8. Async rewards have none. [processes]"""
     pass_threshold: Annotated[float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS)] = 1.0
     """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
 

@@ -88,9 +88,7 @@ class _TableRows:
             id=row_id,
             prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),
             label=values.get(self.label_key) if self.label_key else None,
-            metadata={name: value for name, value in values.items() if name != self.image_key}
-            if self.metadata_key is None
-            else _checked_metadata(values, row_id, self.metadata_key),
+            metadata=_checked_metadata(values, row_id, self.metadata_key, self.image_key),
             images=as_images(values.get(self.image_key), self.folder) if self.image_key else (),
         )
 
@@ -120,7 +118,11 @@ def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message
     return prompt
 
 
-def _checked_metadata(values: Mapping[str, Any], row_id: str, column: str) -> Mapping[str, Any]:
+def _checked_metadata(
+    values: Mapping[str, Any], row_id: str, column: str | None, image_key: str | None
+) -> Mapping[str, Any]:
+    if column is None:
+        return {name: value for name, value in values.items() if name != image_key}
     found = values.get(column) or {}
     if not isinstance(found, Mapping):
         raise DataError(

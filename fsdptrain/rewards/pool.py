@@ -146,9 +146,9 @@ class ProcessPool:
                     self._send(waiting, samples)
                     busy = [worker for worker in self._workers if worker.job or not worker.ready]
                     first = min(worker.deadline for worker in busy)
-                    found = wait([worker.connection for worker in busy], max(0.0, first - time.monotonic()))
+                    readable = wait([worker.connection for worker in busy], max(0.0, first - time.monotonic()))
                     for worker in busy:
-                        self._continue(worker, worker.connection in found, calls, outcomes, patience)
+                        self._continue(worker, worker.connection in readable, calls, outcomes, patience)
             except BaseException:
                 for worker in [worker for worker in self._workers if worker.job]:
                     self._remove(worker)  # its answer would belong to this rollout

@@ -69,13 +69,14 @@ def killed_once(prompt: Prompt, response: str) -> float:
 
 
 def held(prompt: Prompt, response: str) -> float:
-    """Before its ninth sample a rank leaves a file in the folder that HELD names, and waits for `go` there."""
-    if len(_calls) == 9 and "HELD" in os.environ:
+    """Before its ninth call a rank leaves a file in the folder that HELD names, and waits for `go` there."""
+    if len(_calls) == 8 and "HELD" in os.environ:
         folder = Path(os.environ["HELD"])
         (folder / f"rank{os.environ['RANK']}").touch()
         while not (folder / "go").exists():
             time.sleep(0.01)
-    _calls.append(response)
+    if response or _calls:  # not the call before the first rollout, which is rank 0's only
+        _calls.append(response)
     return variety(prompt, response)
 
 
