@@ -28,7 +28,9 @@ class RewardCalls:
     """A reward function and the way to call it. Picklable if the function is."""
 
     function: Callable[..., Any]
-    name: str  # key of a number in `RewardResult.rewards`
+    name: str = ""  # key of a number in `RewardResult.rewards`
+    where: str = "--reward"  # in messages, e.g. "--reward math"
+    timeout: float = 300.0  # of one call [s]
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -56,6 +58,11 @@ class RewardCalls:
         if "completions" in self.parameters:
             return (), self._columns(prompts, responses)
         return ((prompts, responses) if self.is_batched else calls[0]), {}
+
+    @property
+    def late(self) -> str:
+        """Why a sample is unscored whose call was late."""
+        return f"--reward: no answer within --reward-timeout {self.timeout:g} s"
 
     def call(self, calls: Sequence[Call]) -> Any:
         args, kwargs = self.arguments(calls)
@@ -111,7 +118,3 @@ class RewardCalls:
 def reason(error: BaseException) -> str:
     """Return why a call that raised left its samples unscored."""
     return str(error) if isinstance(error, RewardError) else describe(error)
-
-
-def no_answer(timeout: float) -> str:
-    return f"--reward: no answer within --reward-timeout {timeout:g} s"

@@ -1,17 +1,15 @@
 """Rewards in the trainer's process: async functions, and functions that a process cannot load."""
 
 import asyncio
-import queue
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
 
 from fsdptrain import platform
 from fsdptrain.errors import RolloutError
-from fsdptrain.rewards.calls import Call, Outcome, RewardCalls, no_answer, reason
+from fsdptrain.rewards.calls import Call, Outcome, RewardCalls, reason
 from fsdptrain.rewards.patience import Patience
 from fsdptrain.threads import DeadlineError, StepThreads
 
@@ -24,16 +22,13 @@ class InProcess:
     """Calls one reward, one call at a time: on the main thread if `run` is called there, else in another thread.
 
     A late call on the main thread, where it may use SIGALRM itself, is interrupted by a signal, again after each
-    `timeout`. In another thread it is abandoned. Neither can end C code that holds the GIL.
+    timeout. In another thread it is abandoned. Neither can end C code that holds the GIL.
     """
 
-    def __init__(self, reward: RewardCalls, *, where: str, timeout: float) -> None:
+    def __init__(self, reward: RewardCalls) -> None:
         self.reward = reward
-        self.where = where
-        self.timeout = timeout
         self._closed = False
-        self._deadline = float("inf")  # of the call on the main thread [s, monotonic]
-        self._threads = StepThreads(num_threads=1, timeout=timeout, flag="--reward")
+        self._threads = StepThreads(num_threads=1, timeout=reward.timeout, flag="--reward")
 
     def close(self) -> None:
         self._closed = True
@@ -44,15 +39,11 @@ class InProcess:
         is_main = threading.current_thread() is threading.main_thread()
         for job in self.reward.jobs(range(len(calls))):
             if self._closed:
-                raise RolloutError(f"{self.where}: the run has ended")
+                raise RolloutError(f"{self.reward.where}: the run has ended")
             samples = [calls[index] for index in job]
             scored = self._on_main_thread(samples) if is_main else self._in_thread(samples)
-            if scored is None:
-                scored = [no_answer(self.timeout)] * len(job)
-                patience.lose(f"{scored[0]} (prompt {samples[0][0].id!r})")
-            else:
-                patience.answered()
-            outcomes += scored
+            patience.record(samples, scored, self.reward.late)
+            outcomes += scored or [self.reward.late] * len(job)
         return outcomes
 
     def _in_thread(self, samples: Sequence[Call]) -> list[Outcome] | None:
@@ -66,29 +57,27 @@ class InProcess:
         return [reason(scored) for _ in samples] if isinstance(scored, Exception) else scored
 
     def _on_main_thread(self, samples: Sequence[Call]) -> list[Outcome] | None:
-        signal.signal(_INTERRUPT, self._interrupt)
-        done, deadline = threading.Event(), time.monotonic() + self.timeout
-        watch = partial(_interrupt_until, done, self.timeout, threading.get_ident())
+        done, deadline = threading.Event(), time.monotonic() + self.reward.timeout
+
+        def interrupt(*_: object) -> None:
+            if not done.is_set() and time.monotonic() >= deadline:  # else the signal is of an earlier call
+                raise DeadlineError
+
+        def watch(thread: int = threading.get_ident()) -> None:
+            while not done.wait(self.reward.timeout):
+                signal.pthread_kill(thread, _INTERRUPT)
+
+        signal.signal(_INTERRUPT, interrupt)
         threading.Thread(target=watch, daemon=True, name="reward timeout").start()
-        scored, self._deadline = None, deadline
+        scored = None
         try:
             scored = self.reward.run(samples)
-            self._deadline = float("inf")
+            done.set()
         except DeadlineError:  # raised between calls of user code
             pass
         finally:
-            self._deadline = float("inf")
             done.set()
         return scored if time.monotonic() < deadline else None  # it may have caught the interrupt
-
-    def _interrupt(self, *_: object) -> None:
-        if time.monotonic() >= self._deadline:  # else the signal is of a call that has just ended
-            raise DeadlineError(no_answer(self.timeout))
-
-
-def _interrupt_until(done: threading.Event, timeout: float, thread: int) -> None:
-    while not done.wait(timeout):
-        signal.pthread_kill(thread, _INTERRUPT)
 
 
 class EventLoop:
@@ -98,68 +87,59 @@ class EventLoop:
     fails, the next rollout gets a new one.
     """
 
-    def __init__(self, reward: RewardCalls, *, where: str, timeout: float) -> None:
+    def __init__(self, reward: RewardCalls) -> None:
         self.reward = reward
-        self.where = where
-        self.timeout = timeout
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._replies = queue.SimpleQueue[tuple[list[int], list[Outcome]] | None]()
+        self._rollout = Future[None]()
 
     def close(self) -> None:
         """End the loop. A `run` in another thread raises RolloutError."""
         self._closed = True
-        self._replies.put(None)
+        self._rollout.cancel()
         self._abandon()
 
     def run(self, calls: Sequence[Call], patience: Patience) -> list[Outcome]:
         """Score the samples, in order. Raises RolloutError if `patience` ends."""
-        self._replies = replies = queue.SimpleQueue()
-        if self._closed:
-            raise RolloutError(f"{self.where}: the run has ended")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run_loop, args=(self._loop,), daemon=True, name="async reward").start()
-        asyncio.run_coroutine_threadsafe(self._score(calls, replies), self._loop)
         outcomes: dict[int, Outcome] = {}
+        self._rollout = asyncio.run_coroutine_threadsafe(self._score(calls, outcomes, patience), self._loop)
+        if self._closed:
+            self.close()
         try:
-            while len(outcomes) < len(calls):
-                self._wait(calls, replies, outcomes, patience)
-        except BaseException:
+            while not self._rollout.done():
+                num_scored = len(outcomes)
+                wait([self._rollout], self.reward.timeout + GRACE_S)
+                if len(outcomes) == num_scored and not self._rollout.done():
+                    return self._give_up(calls, dict(outcomes), patience)
+            self._rollout.result()
+        except BaseException as error:
             self._abandon()
+            if isinstance(error, CancelledError):
+                raise RolloutError(f"{self.reward.where}: the run has ended") from error
             raise
         return [outcomes[index] for index in range(len(calls))]
 
-    def _wait(self, calls: Sequence[Call], replies: Any, outcomes: dict[int, Outcome], patience: Patience) -> None:
-        """Wait for one call."""
-        late = no_answer(self.timeout)
-        try:
-            reply = replies.get(timeout=self.timeout + GRACE_S)
-        except queue.Empty:
-            self._abandon()
-            late += ", because an async call blocks its event loop"
-            left = [index for index in range(len(calls)) if index not in outcomes]
-            outcomes |= dict.fromkeys(left, late)
-            patience.lose(late)
-            return
-        if reply is None:
-            raise RolloutError(f"{self.where}: the run has ended")
-        job, scored = reply
-        outcomes |= zip(job, scored, strict=True)
-        if scored[0] == late:
-            patience.lose(f"{late} (prompt {calls[job[0]][0].id!r})")
-        else:
-            patience.answered()
+    def _give_up(self, calls: Sequence[Call], outcomes: Mapping[int, Outcome], patience: Patience) -> list[Outcome]:
+        self._abandon()
+        reason = f"{self.reward.late}, because an async call blocks its event loop"
+        patience.lose(reason)
+        return [outcomes.get(index, reason) for index in range(len(calls))]
 
-    async def _score(self, calls: Sequence[Call], replies: Any) -> None:
+    async def _score(self, calls: Sequence[Call], outcomes: dict[int, Outcome], patience: Patience) -> None:
         free = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def score(job: list[int]) -> None:
+            samples = [calls[index] for index in job]
             async with free:
-                task = asyncio.create_task(self._attempt([calls[index] for index in job]))
-                done, _ = await asyncio.wait({task}, timeout=self.timeout)
+                task = asyncio.create_task(self._attempt(samples))
+                done, _ = await asyncio.wait({task}, timeout=self.reward.timeout)
                 task.cancel()  # if it is late; not awaited, because it may catch the CancelledError
-            replies.put((job, task.result() if done else [no_answer(self.timeout)] * len(job)))
+            scored = task.result() if done else None
+            patience.record(samples, scored, self.reward.late)
+            outcomes.update(zip(job, scored or [self.reward.late] * len(job), strict=True))
 
         await asyncio.gather(*map(score, self.reward.jobs(range(len(calls)))))
 

@@ -52,24 +52,15 @@ class ParallelReward:
             stack.pop_all()
 
     def _start(self, component: Component, num_workers: int) -> Runner:
-        calls, where = RewardCalls(component.function, component.name), _where(component)
+        calls = RewardCalls(component.function, component.name, _where(component), self._timeout)
         if calls.is_async:
-            return EventLoop(calls, where=where, timeout=self._timeout)
+            return EventLoop(calls)
         if not num_workers or component.function in FAST:
-            return InProcess(calls, where=where, timeout=self._timeout)
+            return InProcess(calls)
         try:
-            return ProcessPool(calls, num_workers, where=where, timeout=self._timeout)
+            return ProcessPool(calls, num_workers)
         except CannotLoadError as error:
-            return self._without_processes(calls, where, error)
-
-    def _without_processes(self, calls: RewardCalls, where: str, error: CannotLoadError) -> Runner:
-        log.warning(
-            "%s runs in the trainer's process, one call at a time, because no other process can load it: %s; define it "
-            "in a module that can be imported to run it in processes",
-            where,
-            error,
-        )
-        return InProcess(calls, where=where, timeout=self._timeout)
+            return _without_processes(calls, error)
 
     def close(self) -> None:
         """End a `run` of another thread, too."""
@@ -91,7 +82,7 @@ class ParallelReward:
             self._patience.begin()
             [outcome] = self._run(index, [(prompts[0], "")])
             if isinstance(outcome, str):
-                line = f"{runner.where}, called with the first row and an empty response: {outcome}"
+                line = f"{runner.reward.where}, called with the first row and an empty response: {outcome}"
                 if WRONG in outcome:
                     raise ConfigError(line)
                 lines.append(f"{line}; a response that cannot be scored is left out of training")
@@ -122,7 +113,7 @@ class ParallelReward:
             return runner.run(calls, self._patience)
         except CannotLoadError as error:
             runner.close()
-            self._runners[index] = self._without_processes(runner.reward, runner.where, error)
+            self._runners[index] = _without_processes(runner.reward, error)
             return self._runners[index].run(calls, self._patience)
 
     def _combine(self, results: Sequence[RewardResult]) -> Outcome:
@@ -132,6 +123,13 @@ class ParallelReward:
             return to_result(self.reward.combine(results))
         except ValueError as error:
             return str(error)
+
+
+def _without_processes(calls: RewardCalls, error: CannotLoadError) -> InProcess:
+    fix = "define it in a module that can be imported to run it in processes"
+    line = "%s runs in the trainer's process, one call at a time, because no other process can load it: %s; %s"
+    log.warning(line, calls.where, error, fix)
+    return InProcess(calls)
 
 
 def _where(component: Component) -> str:
@@ -150,7 +148,7 @@ def _is_ours(function: RewardFunction) -> bool:
 def _check_signature(runner: Runner, prompt: Prompt) -> None:
     args, kwargs = runner.reward.arguments([(prompt, "")])
     try:
-        check_call(runner.reward.function, lambda f: f(*args, **kwargs), where=runner.where)
+        check_call(runner.reward.function, lambda f: f(*args, **kwargs), where=runner.reward.where)
     except ConfigError as error:
         columns = f"; the data has the columns {', '.join(prompt.metadata)}" if kwargs else ""
         fix = "write f(prompt, response), or f(prompts, responses) for lists"

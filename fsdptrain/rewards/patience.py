@@ -1,8 +1,10 @@
 """The time that other ranks wait for rewards that hang."""
 
 import time
+from collections.abc import Sequence
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.rewards.calls import Call
 
 
 class Patience:
@@ -23,6 +25,13 @@ class Patience:
 
     def answered(self) -> None:
         self._since = time.monotonic()
+
+    def record(self, calls: Sequence[Call], scored: object, reason: str) -> None:
+        """Count one call, which was not answered if `scored` is None."""
+        if scored is None:
+            self.lose(f"{reason} (prompt {calls[0][0].id!r})")
+        else:
+            self.answered()
 
     def lose(self, reason: str = "") -> None:
         """Count the time since the last answer or loss. Raises RolloutError if the rollout has lost too much.

@@ -21,7 +21,7 @@ from typing import Any
 
 from fsdptrain.cores import usable_cores
 from fsdptrain.errors import RolloutError, describe
-from fsdptrain.rewards.calls import Call, Outcome, RewardCalls, no_answer
+from fsdptrain.rewards.calls import Call, Outcome, RewardCalls
 from fsdptrain.rewards.patience import Patience
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.types import Prompt
@@ -94,19 +94,13 @@ class Worker:
 
 
 class ProcessPool:
-    """Processes that call one reward. One `run` at a time; `close` may be called meanwhile, from another thread.
+    """Processes that call one reward. One `run` at a time; `close` may be called meanwhile, from another thread."""
 
-    Args:
-        where: names the reward in messages, e.g. "--reward math"
-        timeout: of one call [s]
-    """
-
-    def __init__(self, reward: RewardCalls, num_workers: int, *, where: str, timeout: float) -> None:
+    def __init__(self, reward: RewardCalls, num_workers: int) -> None:
         """Start the processes, which import the reward meanwhile. Raises CannotLoadError if it cannot be pickled."""
         self.reward = reward
-        self.where = where
-        self.timeout = timeout
         self.num_workers = 1 if reward.is_batched else num_workers
+        self._start_s = max(START_S, reward.timeout)
         self._workers: list[Worker] = []
         self._loads = False  # a process has loaded the reward
         self._closed = False
@@ -161,7 +155,7 @@ class ProcessPool:
             if not waiting:
                 return
             try:
-                worker.send(waiting[0], [samples[index] for index in waiting[0]], self.timeout)
+                worker.send(waiting[0], [samples[index] for index in waiting[0]], self.reward.timeout)
             except OSError:  # it ended while it was idle
                 self._remove(worker)
                 self._start()
@@ -180,9 +174,12 @@ class ProcessPool:
             return
         self._remove(worker)
         if not self._loads and not self._closed:
-            raise RolloutError(f"{self.where}: a process that imports it does not start: {reason}")
+            raise RolloutError(f"{self.reward.where}: a process that imports it does not start: {reason}")
         outcomes |= dict.fromkeys(worker.job, reason)
-        patience.lose(f"{reason} (prompt {calls[worker.job[0]][0].id!r})" if worker.job else reason)
+        if worker.job:
+            patience.record([calls[worker.job[0]]], None, reason)
+        else:
+            patience.lose(reason)
         if worker.ready or not self._workers:  # after a failed start, the other processes go on
             self._start()
 
@@ -191,7 +188,7 @@ class ProcessPool:
         reply = worker.receive() if has_data else None
         if reply is None:
             is_late = not has_data and time.monotonic() >= worker.deadline
-            return is_late * (no_answer(self.timeout) if worker.ready else "--reward: no process started in time")
+            return is_late * (self.reward.late if worker.ready else "--reward: no process started in time")
         if worker.ready:
             outcomes |= zip(worker.job, map(_outcome, reply), strict=True)
             worker.job = []
@@ -211,14 +208,16 @@ class ProcessPool:
         """Start the missing processes."""
         with self._changing:
             if self._closed:
-                raise RolloutError(f"{self.where}: the run has ended")
+                raise RolloutError(f"{self.reward.where}: the run has ended")
             while len(self._workers) < self.num_workers:
                 try:
-                    worker = Worker(self._pickled, self._environment, max(START_S, self.timeout), replaces=self._loads)
+                    worker = Worker(
+                        self._pickled, self._environment, max(START_S, self.reward.timeout), replaces=self._loads
+                    )
                 except OSError as error:
                     if self._workers:
                         return
-                    raise RolloutError(f"{self.where}: no process can be started: {error}") from error
+                    raise RolloutError(f"{self.reward.where}: no process can be started: {error}") from error
                 self._workers.append(worker)
 
     def _remove(self, worker: Worker) -> None:
