@@ -77,6 +77,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None  # per-prompt response limit; applies if below the limit in SamplingParams
     images: Images | None = field(default=None, compare=False, repr=False)
+    source: str | Sequence[Message] = field(default="", compare=False, repr=False)  # as in the data, for agents
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class Sample:
     versions: list[int] | None = None  # (L,) per token, if they differ; only generated tokens are read
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
+    others: tuple[Sample, ...] = ()  # further sequences of the same episode, which share its reward and advantage
 
 
 @dataclass(frozen=True)

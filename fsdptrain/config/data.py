@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from fsdptrain.config.rules import COLUMN, GENERATES, NEUTRAL, RL_ONLY, IdleWith, Problem, Requires
+from fsdptrain.config.rules import COLUMN, GENERATES, NEUTRAL, RL_ONLY, Excludes, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
 
 if TYPE_CHECKING:
@@ -92,13 +92,17 @@ class EnvironmentConfig(Section):
     """Multi-turn episodes."""
 
     NAME = "environment"
-    RULES = (Requires("environment"),)
+    RULES = (Requires("environment", "environment_command"),)
 
     environment: Annotated[str | None, GENERATES] = None
-    """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name. See
-    docs/environments.md."""
-    environment_kwargs: dict[str, bool | int | float | str] = Field(default={})
-    """Arguments of the environment's constructor."""
+    """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name, see
+    docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md."""
+    environment_command: Annotated[str | None, GENERATES, Excludes("environment")] = None
+    """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
+    episode_timeout: Annotated[float | None, NEUTRAL] = Field(default=None, gt=0.0)
+    """Deadline of an agent's episode, which is unscored if it misses it. Default: a third of --dist-timeout. [s]"""
+    environment_kwargs: Annotated[dict[str, bool | int | float | str], Requires("environment")] = Field(default={})
+    """Arguments of the environment's constructor, or of the agent's function."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum turns per episode. [model responses]"""
     max_observation_len: int = Field(default=512, ge=1)
@@ -106,4 +110,8 @@ class EnvironmentConfig(Section):
     environment_timeout: Annotated[float, NEUTRAL] = Field(default=60.0, gt=0.0)
     """Deadline of one environment reply; an episode that misses it is unscored. [s]"""
     environment_workers: Annotated[int, NEUTRAL] = Field(default=32, ge=1)
-    """Concurrent environment calls per rank. [threads]"""
+    """Concurrent environment calls, or episodes of an agent, per rank. [threads]"""
+
+    @property
+    def has_episodes(self) -> bool:
+        return bool(self.environment or self.environment_command)

@@ -243,6 +243,7 @@ def make_prompt(
         label=row.label,
         metadata=row.metadata,
         images=images,
+        source=row.prompt,
     )
 
 

@@ -1,7 +1,7 @@
 """Build the packs that this rank trains on, one list per optimizer step, from the samples of all ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -83,6 +83,15 @@ def make_batches(
         _make_step(samples, index, chosen, rules, images)
         for epoch in range(rules.num_epochs)
         for chosen in assign_to_steps(index.keys, rules.steps_per_epoch, seed=f"{rules.seed}/{rollout}/{epoch}")
+    ]
+
+
+def all_sequences(samples: Sequence[Sample]) -> list[Sample]:
+    """Return every sequence of every episode, with the advantage of its episode."""
+    return [
+        replace(sequence, advantage=sample.advantage, others=())
+        for sample in samples
+        for sequence in (sample, *sample.others)
     ]
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -61,6 +61,14 @@ if TYPE_CHECKING:
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
 log = logging.getLogger(__name__)
+
+# imported when a run has an agent
+AGENT_SAMPLER = registry.Table[Callable[..., Sampler]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
+
+
+@runtime_checkable
+class Closing(Protocol):
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,8 @@ def build_components(
             stack.callback(engine.close)
             weight_sync = build_weight_sync(config, engine, backend, tokenizer)
             sampler = build_sampler(instructed, tokenizer, engine, rewards, environment)
+            if isinstance(sampler, Closing):
+                stack.callback(sampler.close)
             evaluation = build_evaluation(config, sampler, held_out)
         yield Components(
             config=config,
@@ -162,7 +172,7 @@ def usable_here(config: Config) -> Config:
 
 def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config]:
     """Load --environment, if given. Returns it and the configuration of prompts, with its instructions. Collective."""
-    if config.environment.environment is None:
+    if not config.environment.has_episodes:
         return None, config
     from fsdptrain.trainer.samples.environment import build_environment, with_instructions
 
@@ -310,6 +320,18 @@ def build_sampler(
     """Build the sampler of single responses, or of episodes."""
     if environment is None:
         return SingleTurn(engine, reward, tokenizer)
+    from fsdptrain.trainer.samples.environment import Agent
+
+    if isinstance(environment.environment, Agent):
+        with raise_on_all_ranks(ConfigError, "--environment"):
+            return AGENT_SAMPLER["agent"](
+                config,
+                tokenizer,
+                engine=engine,
+                reward=reward,
+                agent=environment.environment,
+                reads_environment=reads_environment(reward.reward),
+            )
     from fsdptrain.trainer.samples.multi_turn import build_multi_turn
 
     return build_multi_turn(

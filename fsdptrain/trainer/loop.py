@@ -20,7 +20,7 @@ from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
-from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
+from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
 from fsdptrain.trainer.components import Components, build_components, log, loss_config
 from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
@@ -177,7 +177,7 @@ class TrainingLoop:
             from fsdptrain.algo.shaping import without_truncated
 
             samples = without_truncated(samples)
-        steps = make_batches(samples, self._rules, rollout=self.step, images=rollout.images)
+        steps = make_batches(all_sequences(samples), self._rules, rollout=self.step, images=rollout.images)
         if not steps:
             raise DataError(self._why_nothing_is_left(rollout))
         return steps

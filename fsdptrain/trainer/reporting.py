@@ -58,7 +58,7 @@ class Reporter:
             from fsdptrain.trainer.token_metrics import staleness_metrics
 
             found |= staleness_metrics(rollout.samples, step)
-        if self._config.environment.environment is not None:
+        if self._config.environment.has_episodes:
             from fsdptrain.trainer.token_metrics import episode_metrics
 
             found |= episode_metrics(rollout.samples)

@@ -9,7 +9,7 @@ from fsdptrain.types import Metrics, Sample
 def episode_metrics(samples: Sequence[Sample]) -> Metrics:
     """Compute episode/* over all ranks: turns of the model, and tokens from the environment."""
     turns = [_num_turns(sample.loss_mask) for sample in samples]
-    observed = [sum(not mask for mask in sample.loss_mask[sample.loss_mask.index(True) :]) for sample in samples]
+    observed = [_num_observed(sample.loss_mask) for sample in samples]
     total = reduce_sums(
         {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "observed": sum(observed)}
     )
@@ -40,6 +40,11 @@ def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
         "staleness/max": reduce_max({"age": max(ages, default=0)})["age"],
         "staleness/mixed_version_samples": total["mixed"],
     }
+
+
+def _num_observed(loss_mask: Sequence[bool]) -> int:
+    """Count the tokens after the first of the model that are not from it."""
+    return sum(not mask for mask in loss_mask[loss_mask.index(True) :]) if True in loss_mask else 0
 
 
 def _num_turns(loss_mask: Sequence[bool]) -> int:

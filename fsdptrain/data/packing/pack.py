@@ -7,7 +7,7 @@ place where per-token values are shifted relative to tokens.
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
 from types import MappingProxyType
 
@@ -148,14 +148,22 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
 
 
 def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong_samples: str) -> tuple[list[Sample], int]:
-    """Return the samples that fit into a pack and the number of dropped ones.
+    """Return the samples that fit into a pack and the number of dropped ones, with their other sequences.
 
     If `overlong_samples` is "error", raises ConfigError instead of dropping samples.
     """
-    fitting = [sample for sample in samples if len(sample.token_ids) <= max_tokens]
     if overlong_samples == "error":
-        check_lengths([len(sample.token_ids) for sample in samples], max_tokens=max_tokens)
-    return fitting, len(samples) - len(fitting)
+        check_lengths([len(s.token_ids) for sample in samples for s in (sample, *sample.others)], max_tokens=max_tokens)
+
+    def fits(sample: Sample) -> bool:
+        return len(sample.token_ids) <= max_tokens
+
+    fitting = [replace(s, others=tuple(filter(fits, s.others))) if s.others else s for s in samples if fits(s)]
+    return fitting, _num_sequences(samples) - _num_sequences(fitting)
+
+
+def _num_sequences(samples: Sequence[Sample]) -> int:
+    return sum(1 + len(sample.others) for sample in samples)
 
 
 def pack(

@@ -1,7 +1,7 @@
 """Load the environment selected by `--environment`."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,10 +22,18 @@ Reward = float | Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
-class LoadedEnvironment:
-    """An environment and its optional attributes."""
+class Agent:
+    """A program that calls the model itself: an async function (client, prompt) -> reward, or a command."""
 
-    environment: Environment
+    function: Callable[[Any, Prompt], Awaitable[Reward]] | None
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class LoadedEnvironment:
+    """An environment or an agent, and its optional attributes."""
+
+    environment: Environment | Agent
     finish: Callable[[Any], Reward] | None  # called after the last turn, also on errors: final reward, frees the state
     dataset: Callable[[], Sequence[Mapping[str, Any]]] | None  # prompt, label, metadata per row
     system_prompt: str | None  # for --system-prompt auto
@@ -35,20 +43,26 @@ class LoadedEnvironment:
 def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
     """Build the environment named in `config` with its --environment-kwargs. None if no environment is named.
 
-    A class is instantiated once. A function `(prompt, responses) -> Turn` becomes an environment without state.
+    A class is instantiated once. A function `(prompt, responses) -> Turn` becomes an environment without state; an
+    async function `(client, prompt)` is an agent.
 
     Raises ConfigError for any other object, and for arguments that it does not accept.
     """
+    if config.environment_command is not None:
+        return LoadedEnvironment(
+            Agent(None, config.environment_command), finish=None, dataset=None, system_prompt=None, tools=()
+        )
     if config.environment is None:
         return None
     made = _make(config.environment, config.environment_kwargs)
-    for method in ("reset", "step"):
+    for method in () if isinstance(made, Agent) else ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(
                 f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or a function "
                 "(prompt, responses) -> Turn"
             )
-    found = {name: getattr(made, name, without) for name, without in OPTIONAL.items()}
+    holder = made.function.func if isinstance(made, Agent) and isinstance(made.function, partial) else made
+    found = {name: getattr(holder, name, without) for name, without in OPTIONAL.items()}
     for method in ("finish", "dataset"):
         if found[method] is not None and not callable(found[method]):
             raise ConfigError(f"{FLAG} {config.environment}: {method} must be a method, got {found[method]!r:.80}")
@@ -68,6 +82,9 @@ def with_instructions(config: Config, environment: LoadedEnvironment) -> Config:
 def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
     found = _find(name)
     try:
+        if inspect.iscoroutinefunction(found):
+            inspect.signature(found).bind("client", None, **kwargs)
+            return Agent(partial(found, **kwargs))
         if inspect.isfunction(found):
             inspect.signature(found).bind(None, [], **kwargs)
             return FunctionEnvironment(partial(found, **kwargs))

@@ -16,16 +16,16 @@ from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.data.rows import as_messages
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
-from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import InFlightEngine, RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
-from fsdptrain.rewards.results import RewardResults, compute_rewards
 from fsdptrain.rewards.values import RewardResult, to_result
 from fsdptrain.threads import StepThreads
-from fsdptrain.trainer.samples.environment import LoadedEnvironment
+from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
+from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
 from fsdptrain.trainer.samples.single_turn import Generate, GenerationRound, response_text
 from fsdptrain.trainer.timeline import Stopwatch
-from fsdptrain.types import Completion, Episode, Message, Prompt, Sample, SamplingParams, Turn
+from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams, Turn
 
 ROLES = ("user", "tool", "system")  # roles of an observation; `assistant` is the model
 _NEVER = object()  # state of an episode that has not started
@@ -162,7 +162,7 @@ class MultiTurn:
         with agreed(), watch("reward"):
             self._finish(episodes)
             with self._one_at_a_time:
-                results = self._compute_rewards(episodes)
+                results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
             return GenerationRound(
                 samples=[_sample(*row) for row in zip(episodes, results.results, strict=True)],
                 prompts=[episode.prompt for episode in episodes],
@@ -189,6 +189,7 @@ class MultiTurn:
 
     def _step(self, episode: Conversation, seed: int) -> Callable[[], Turn]:
         environment, response = self.environment.environment, episode.response
+        assert not isinstance(environment, Agent)
 
         def call() -> Turn:
             if episode.state is _NEVER:
@@ -212,23 +213,6 @@ class MultiTurn:
             if isinstance(ended, Exception):
                 episode.fail(ended)
 
-    def _compute_rewards(self, episodes: Sequence[Conversation]) -> RewardResults:
-        """Score the last response of each episode with --reward. Failed episodes get no reward."""
-        if not self.reads_environment and any(episode.rewards for episode in episodes):
-            raise ConfigError(
-                "--environment gives rewards, and --reward uses none of them: add `environment` to --reward, "
-                "alone or with others"
-            )
-        good = [episode for episode in episodes if episode.error is None]
-        computed = compute_rewards(self.reward, [_with_episode(e) for e in good], [e.response for e in good])
-        results = iter(computed.results)
-        first = next((episode.error for episode in episodes if episode.error is not None), None)
-        return RewardResults(
-            results=[next(results) if episode.error is None else RewardResult(None) for episode in episodes],
-            num_unscored=computed.num_unscored + len(episodes) - len(good),
-            first_error=first or computed.first_error,
-        )
-
     def _text(self, episode: Conversation) -> str:
         """Decode all tokens after the prompt, and append the error if the episode failed."""
         text = str(self.tokenizer.decode(episode.token_ids))
@@ -249,11 +233,6 @@ def checked(turn: Any) -> Turn:
         if not known or not isinstance(message.get("content"), str):
             raise TypeError(f"an observation is a text or messages of {', '.join(ROLES)}, got {message!r:.80}")
     return turn
-
-
-def _with_episode(episode: Conversation) -> Prompt:
-    ended = Episode(tuple(episode.messages), episode.rewards, episode.done)
-    return replace(episode.prompt, metadata={**episode.prompt.metadata, "episode": ended})
 
 
 def _sample(episode: Conversation, result: RewardResult) -> Sample:

@@ -1,7 +1,7 @@
 """Samplers: completions of prompts, scored by the reward."""
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,6 +26,7 @@ class GenerationRound:
     prompts: list[Prompt]  # of each sample
     texts: list[str]  # of each sample, for display
     results: RewardResults  # of each generated sample, including those not kept
+    counts: Mapping[str, float] = field(default_factory=dict)  # metrics to sum over ranks and rounds
 
     def only(self, prompt_ids: Collection[str]) -> "GenerationRound":
         """Keep only the samples of the given prompts."""
@@ -43,6 +44,7 @@ class GenerationRound:
             prompts=[*self.prompts, *other.prompts],
             texts=[*self.texts, *other.texts],
             results=self.results + other.results,
+            counts={name: self.counts.get(name, 0.0) + count for name, count in other.counts.items()},
         )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
 from fsdptrain.data.prompts import PromptStream
-from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.distributed import raise_on_all_ranks, sum_over_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.rewards.results import RewardResults, check_failed_rewards
@@ -126,7 +126,7 @@ class RolloutSource:
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
             results=made.results,
             seconds=watch.seconds,
-            metrics=selection.metrics() | self.stream.metrics(),
+            metrics=selection.metrics() | self.stream.metrics() | summed(made.counts),
             images=images,
         )
 
@@ -168,6 +168,11 @@ class RolloutSource:
             self.stream.record(prompt, passed=group.num_passed, tried=group.num_scored)
         chosen = selection.add(groups)
         return made.only({prompt.id for prompt, kept in zip(asked.prompts, chosen, strict=True) if kept})
+
+
+def summed(counts: Mapping[str, float]) -> Metrics:
+    """Sum over ranks, which have the same names. Collective unless there are none."""
+    return dict(zip(counts, sum_over_ranks(list(counts.values())), strict=True)) if counts else {}
 
 
 def images_of(prompts: Sequence[Prompt]) -> dict[str, Images]:

@@ -268,7 +268,7 @@ def test_answers_of_a_rollout_that_failed_do_not_reach_the_next_one() -> None:
         with pytest.raises(RolloutError):
             scores(rewards, ["600", "1.5"])
         rewards._patience.limit = 600.0
-        assert scores(rewards, ["0.6"] * 4) == [0.6] * 4
+        assert scores(rewards, ["0", "0", "1.2"]) == [0.0, 0.0, 1.2]
 
 
 def test_closing_ends_a_rollout_of_another_thread_and_its_processes(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Agents: an endpoint with the OpenAI API, whose calls become training samples."""

@@ -1,0 +1,116 @@
+"""Generation for concurrent calls, with engines that one thread drives or that take requests from any thread."""
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.protocols import InFlightEngine, RolloutEngine
+from fsdptrain.types import Completion, Prompt, SamplingParams
+
+GATHER_S = 0.01  # a batch starts when no call has come for this time
+_MAX_CONCURRENT = 512  # calls in flight
+
+
+class Generation(Protocol):
+    """Generation for the calls of the episodes of one rollout."""
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams) -> "Future[Completion]":
+        """Generate one completion. From any thread."""
+        ...
+
+    def run_until(self, done: "Future[object]") -> None:
+        """Generate on this thread, if the engine needs that, until `done`. Raises the error of the engine."""
+        ...
+
+
+@dataclass
+class BatchedGeneration:
+    """Generates in batches on the thread of `run_until`: all calls that are waiting when the engine is free."""
+
+    engine: RolloutEngine
+    _waiting: deque[tuple[Prompt, SamplingParams, "Future[Completion]"]] = field(default_factory=deque)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams) -> "Future[Completion]":
+        future: Future[Completion] = Future()
+        with self._changed:
+            self._waiting.append((prompt, sampling, future))
+            self._changed.notify()
+        return future
+
+    def run_until(self, done: "Future[object]") -> None:
+        done.add_done_callback(lambda _: self._notify())
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or done.done())
+                if done.done():
+                    return
+            self._wait_for_more()
+            self._generate()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _wait_for_more(self) -> None:
+        count = 0
+        while count < len(self._waiting):
+            count = len(self._waiting)
+            time.sleep(GATHER_S)
+
+    def _generate(self) -> None:
+        """Generate for the waiting calls that have the parameters of the first."""
+        with self._changed:
+            sampling = self._waiting[0][1]
+            batch = [row for row in self._waiting if row[1] == sampling]
+            self._waiting = deque(row for row in self._waiting if row[1] != sampling)
+        batch = [row for row in batch if row[2].set_running_or_notify_cancel()]
+        if not batch:
+            return
+        try:
+            completions = self.engine.generate([prompt for prompt, *_ in batch], replace(sampling, num_samples=1))
+        except BaseException as error:
+            for *_, future in batch:
+                future.set_exception(RolloutError(str(error)))
+            raise
+        for (*_, future), completion in zip(batch, completions, strict=True):
+            future.set_result(completion)
+
+
+@dataclass
+class InFlightGeneration:
+    """Sends each call to an engine that takes requests from any thread."""
+
+    engine: InFlightEngine
+    _error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_MAX_CONCURRENT, thread_name_prefix="call")
+        self._finished = threading.Event()
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams) -> "Future[Completion]":
+        return self._threads.submit(self._generate, prompt, replace(sampling, num_samples=1))
+
+    def run_until(self, done: "Future[object]") -> None:
+        done.add_done_callback(lambda _: self._finished.set())
+        self._finished.wait()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._error is not None:
+            raise self._error
+
+    def _generate(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        try:
+            [completion] = self.engine.generate_in_flight([prompt], sampling)
+        except BaseException as error:
+            self._error = error
+            self._finished.set()
+            raise
+        return completion
+
+
+def generation_with(engine: RolloutEngine) -> Generation:
+    return InFlightGeneration(engine) if isinstance(engine, InFlightEngine) else BatchedGeneration(engine)

@@ -1,0 +1,118 @@
+"""Run one episode of an agent: an async function of the user, or a program."""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import ssl
+import subprocess
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.types import Prompt
+
+MODEL = "policy"  # name of the model in requests; every other name is accepted too
+
+
+class AgentError(Exception):
+    """A program that failed. Its episode is unscored."""
+
+
+class Harness(Protocol):
+    """Runs an episode whose model calls go to `url` with `key`. Returns its reward, None: none. Called from threads."""
+
+    def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any: ...
+
+
+@dataclass(frozen=True)
+class AsyncFunction:
+    """`async def run_episode(client, prompt) -> float | dict | None`, with an openai.AsyncOpenAI client.
+
+    Each episode has an event loop of its own, so that one that blocks does not hold up the others.
+    """
+
+    function: Callable[[Any, Prompt], Awaitable[Any]]
+
+    def __post_init__(self) -> None:
+        try:
+            import openai  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "--environment names an async function, whose client is openai.AsyncOpenAI: pip install "
+                f"'fsdptrain[agents]' ({error})"
+            ) from error
+
+    def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any:
+        return asyncio.run(self._run(prompt, url, key, timeout))
+
+    async def _run(self, prompt: Prompt, url: str, key: str, timeout: float) -> Any:
+        import httpx
+        import openai
+
+        http = httpx.AsyncClient(verify=_ssl_context(), timeout=timeout, trust_env=False)
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http) as client:
+            return await asyncio.wait_for(self.function(client, prompt), timeout)
+
+
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """One for all clients: it takes longer to make than an episode of a small model."""
+    return ssl.create_default_context()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program that finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment.
+
+    It reads the prompt as JSON from its standard input, and prints its reward, a number or a JSON object, as the last
+    line, or posts it to OPENAI_BASE_URL/reward.
+    """
+
+    command: str
+
+    def __post_init__(self) -> None:
+        try:
+            arguments = shlex.split(self.command)
+        except ValueError as error:
+            raise ConfigError(f"--environment-command {self.command!r}: {error}") from error
+        if not arguments:
+            raise ConfigError("--environment-command is empty")
+
+    def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any:
+        row = {"prompt": prompt.source, "label": prompt.label, "metadata": dict(prompt.metadata)}
+        process = subprocess.Popen(
+            shlex.split(self.command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL},
+            start_new_session=True,  # a process group, to end what it starts too
+            text=True,
+            errors="replace",
+        )
+        try:
+            out, err = process.communicate(json.dumps(row, default=str), timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError from error
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode:
+            last = (err.strip().splitlines() or ["no error output"])[-1]
+            raise AgentError(f"it ended with exit code {process.returncode}: {last:.200}")
+        return _printed_reward(out)
+
+
+def _printed_reward(out: str) -> Any:
+    """Return the reward in the last line, None if there is none."""
+    lines = out.strip().splitlines()
+    with suppress(ValueError):
+        found = json.loads(lines[-1]) if lines else None
+        return found if isinstance(found, int | float | dict) else None
+    return None

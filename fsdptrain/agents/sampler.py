@@ -1,0 +1,343 @@
+"""Samples from agents: programs that call the model through an endpoint with the OpenAI API. See docs/agents.md."""
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fsdptrain.agents.calls import Answer, CallError, Choice, ModelCall
+from fsdptrain.agents.endpoint import Endpoint
+from fsdptrain.agents.generation import Generation, generation_with
+from fsdptrain.agents.harness import MODEL, AsyncFunction, Command, Harness
+from fsdptrain.agents.prompts import CallRenderer, assistant_message
+from fsdptrain.agents.record import Record, answered, conversation_of, samples_of
+from fsdptrain.config import Config, EnvironmentConfig
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError, RolloutError, describe
+from fsdptrain.protocols import RolloutEngine
+from fsdptrain.rewards.parallel import ParallelReward
+from fsdptrain.rewards.values import to_result
+from fsdptrain.threads import StepThreads
+from fsdptrain.trainer.samples.environment import Agent
+from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
+from fsdptrain.trainer.samples.single_turn import GenerationRound
+from fsdptrain.trainer.timeline import Stopwatch
+from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5.0  # for an episode to end itself at its deadline
+COUNTS = ("calls", "continued_calls", "new_sequences", "failed_episodes", "refused_calls", "other_sampling")
+
+
+@dataclass(eq=False)
+class AgentEpisode:
+    """A running episode and what its calls have recorded."""
+
+    prompt: Prompt
+    sample_index: int
+    sampling: SamplingParams
+    generation: Generation
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
+    record: Record = field(default_factory=Record)
+    messages: list[Message] = field(default_factory=list)  # of the last answered call, with its response
+    response: str = ""  # of the last answered call
+    rewards: dict[str, float] | None = None
+    done: bool = False  # the agent has ended by itself
+    error: str | None = None
+    num_calls: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+
+    def set_reward(self, reward: Any) -> None:
+        """Raises TypeError or ValueError if it is no reward."""
+        result = to_result(reward)
+        if result.reward is not None:
+            self.rewards = {**result.rewards, "reward": result.reward}
+
+    def fail(self, reason: str) -> None:
+        self.error = self.error or f"--environment: {reason}"
+
+
+class OpenEpisodes:
+    """The episodes whose keys the endpoint accepts. Implements `calls.Episodes`."""
+
+    model = MODEL
+
+    def __init__(self, renderer: CallRenderer, *, max_prompt_len: int) -> None:
+        self.renderer = renderer
+        self.max_prompt_len = max_prompt_len
+        self._open: dict[str, AgentEpisode] = {}
+        self._lock = threading.Lock()  # of `_open` and of what calls add to episodes
+        self._told: set[str] = set()
+
+    def open(self, episode: AgentEpisode) -> None:
+        with self._lock:
+            self._open[episode.key] = episode
+
+    def close(self, episode: AgentEpisode) -> None:
+        """End the episode: later answers are not recorded."""
+        with self._lock:
+            self._open.pop(episode.key, None)
+
+    def is_open(self, key: str) -> bool:
+        return key in self._open
+
+    def add_reward(self, key: str, reward: Any) -> None:
+        try:
+            self._episode(key).set_reward(reward)
+        except (TypeError, ValueError) as error:
+            raise CallError(400, str(error)) from error
+
+    async def answer(self, key: str, call: ModelCall) -> Answer:
+        episode = self._episode(key)
+        number, episode.num_calls = episode.num_calls, episode.num_calls + 1
+        try:
+            return await self._answer(episode, call, number)
+        except CallError:
+            episode.counts["refused_calls"] += 1
+            raise
+
+    async def _answer(self, episode: AgentEpisode, call: ModelCall, number: int) -> Answer:
+        prompt_ids, earlier, conversation = self.renderer.prompt_of(call, episode.record)
+        num_first = earlier.num_prompt_tokens if earlier else len(prompt_ids)
+        if num_first > self.max_prompt_len:
+            limit = f"--rollout-max-prompt-len {self.max_prompt_len}"
+            raise _too_long(f"the prompt has {num_first} tokens, more than {limit}")
+        left = episode.sampling.max_tokens - (len(prompt_ids) - num_first)
+        if left < 1:
+            limit = f"--rollout-max-response-len {episode.sampling.max_tokens}"
+            raise _too_long(f"the conversation has {len(prompt_ids) - num_first} tokens after its prompt, {limit}")
+        self._count_other_sampling(episode, call)
+        max_tokens = min(left, call.max_tokens or left)
+        name = f"{episode.prompt.id}#{episode.sample_index}@{number}"
+        futures = [
+            episode.generation.submit(Prompt(f"{name}.{i}", prompt_ids, "", max_tokens=max_tokens), episode.sampling)
+            for i in range(call.num_choices)
+        ]
+        try:
+            completions = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except RolloutError as error:
+            raise CallError(500, str(error)) from error
+        finally:
+            for future in futures:
+                future.cancel()
+        cut = [self._cut(completion, call, max_tokens) for completion in completions]
+        choices = [self._choice(*row, call, prompt_ids) for row in cut]
+        with self._lock:
+            if self._open.get(episode.key) is not episode:
+                raise CallError(401, "the episode has ended")
+            for choice, (completion, text) in zip(choices, cut, strict=True):
+                message = assistant_message(choice.content, choice.tool_calls)
+                episode.record.add(
+                    answered(
+                        completion,
+                        prompt_ids=prompt_ids,
+                        earlier=earlier,
+                        truncated=choice.finish_reason == "length" and max_tokens == left,
+                        text="" if call.text is None else call.text + text,
+                    ),
+                    None if conversation is None else (*conversation, *conversation_of([message], ())[1:]),
+                )
+                episode.messages, episode.response = [*(call.messages or ()), message], text
+            episode.counts["calls"] += 1
+            kind = "continued_calls" if earlier else "new_sequences"
+            episode.counts[kind] += len(episode.record.calls) > call.num_choices
+        return Answer(prompt_ids, choices)
+
+    def _episode(self, key: str) -> AgentEpisode:
+        try:
+            return self._open[key]
+        except KeyError:
+            raise CallError(401, "the episode has ended") from None
+
+    def _cut(self, completion: Completion, call: ModelCall, max_tokens: int) -> tuple[Completion, str]:
+        """Cut at the limit, which an engine may ignore, and at the stop texts of the call. Returns the text too."""
+        ids = completion.token_ids[:max_tokens]
+        count, text, stopped = self.renderer.until_stop(ids, call.stop)
+        if count == len(completion.token_ids):
+            return replace(completion, finish_reason="stop") if stopped else completion, text
+        versions, routes = completion.versions, completion.routes
+        cut = replace(
+            completion,
+            token_ids=ids[:count],
+            logprobs=completion.logprobs[:count],
+            finish_reason="stop" if stopped else "length",
+            versions=None if versions is None else versions[:count],
+            routes=None if routes is None else routes[: len(routes) - len(completion.token_ids) + count],
+        )
+        return cut, text
+
+    def _choice(self, completion: Completion, text: str, call: ModelCall, prompt_ids: Sequence[int]) -> Choice:
+        content, tool_calls = self.renderer.tool_calls_of(text, completion.token_ids, call, prompt_ids)
+        is_call = tool_calls and completion.finish_reason == "stop"
+        return Choice(
+            text=text,
+            tool_calls=tool_calls,
+            content=content,
+            finish_reason="tool_calls" if is_call else completion.finish_reason,
+            token_ids=completion.token_ids,
+            tokens=[self.renderer.token_text(token) for token in completion.token_ids],
+            logprobs=completion.logprobs,
+        )
+
+    def _count_other_sampling(self, episode: AgentEpisode, call: ModelCall) -> None:
+        """Requests cannot change the distribution that tokens are trained under. Say so once per parameter."""
+        other = {n: v for n, v in call.sampling.items() if v != getattr(episode.sampling, n, v)}
+        episode.counts["other_sampling"] += bool(other)
+        for name in other.keys() - self._told:
+            self._told.add(name)
+            line = "the agent asks for %s=%g, and gets that of the run, %g: training needs its distribution"
+            log.warning(line, name, other[name], getattr(episode.sampling, name))
+
+
+def _too_long(message: str) -> CallError:
+    return CallError(400, message, param="messages", code="context_length_exceeded")
+
+
+@dataclass
+class AgentSampler:
+    """Runs the episodes of all prompts of this rank concurrently. Each may be several sequences."""
+
+    engine: RolloutEngine
+    harness: Harness
+    episodes: OpenEpisodes
+    endpoint: Endpoint
+    reward: ParallelReward
+    reads_environment: bool  # whether --reward uses the reward of the agent
+    threads: StepThreads
+    timeout: float  # of an episode [s]
+    tokenizer: PreTrainedTokenizerBase
+    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # see SingleTurn
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
+        return self._sample(prompts, sampling, watch, agreed=raise_on_all_ranks(RolloutError, "rollout"))
+
+    def sample_in_flight(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
+    ) -> GenerationRound:
+        return self._sample(prompts, sampling, watch, agreed=nullcontext())
+
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        watch: Stopwatch,
+        *,
+        agreed: AbstractContextManager[object],
+    ) -> GenerationRound:
+        generation = generation_with(self.engine)
+        episodes = [
+            AgentEpisode(prompt, index, sampling, generation)
+            for prompt in prompts
+            for index in range(sampling.num_samples)
+        ]
+        with agreed:
+            with watch("generate"):
+                self._run(episodes, generation)
+            with watch("reward"), self._one_at_a_time:
+                results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
+            samples = [_sample(*row) for row in zip(episodes, results.results, strict=True)]
+            return GenerationRound(
+                samples=samples,
+                prompts=[episode.prompt for episode in episodes],
+                texts=[self._text(*row) for row in zip(episodes, samples, strict=True)],
+                results=results,
+                counts={f"agent/{name}": float(sum(e.counts[name] for e in episodes)) for name in COUNTS},
+            )
+
+    def _run(self, episodes: Sequence[AgentEpisode], generation: Generation) -> None:
+        """Run all episodes. The engine works on this thread if it needs to."""
+        if not episodes:
+            return
+        runner = ThreadPoolExecutor(1, thread_name_prefix="episodes")
+        ended = runner.submit(self.threads.run, [partial(self._run_episode, episode) for episode in episodes])
+        try:
+            generation.run_until(ended)  # type: ignore[arg-type]
+            for episode, result in zip(episodes, ended.result(), strict=True):
+                if isinstance(result, Exception):
+                    episode.fail(self._reason(result))
+                elif not episode.record.calls:
+                    episode.fail("the agent made no model call")
+        finally:
+            for episode in episodes:
+                self.episodes.close(episode)
+                episode.counts["failed_episodes"] = int(episode.error is not None)
+            runner.shutdown(wait=False, cancel_futures=True)
+
+    def _run_episode(self, episode: AgentEpisode) -> None:
+        self.episodes.open(episode)
+        try:
+            reward = self.harness(episode.prompt, url=self.endpoint.url, key=episode.key, timeout=self.timeout)
+            episode.set_reward(reward)
+            episode.done = True
+        finally:
+            self.episodes.close(episode)
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"the episode did not end within --episode-timeout {self.timeout:g} s"
+        return describe(error)
+
+    def _text(self, episode: AgentEpisode, sample: Sample) -> str:
+        """Decode the first sequence after its prompt, and append the error if the episode failed."""
+        first = sample.loss_mask.index(True) if True in sample.loss_mask else len(sample.loss_mask)
+        text = str(self.tokenizer.decode(sample.token_ids[first:]))
+        return f"{text}\n[{episode.error}]" if episode.error else text
+
+
+def _sample(episode: AgentEpisode, result: Any) -> Sample:
+    first, *others = [
+        replace(sample, reward=result.reward, rewards=result.rewards)
+        for sample in samples_of(episode.prompt, episode.record)
+    ]
+    return replace(first, others=tuple(others))
+
+
+def build_agent_sampler(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    engine: RolloutEngine,
+    reward: ParallelReward,
+    agent: Agent,
+    reads_environment: bool,
+) -> AgentSampler:
+    """Start the endpoint of a run with an agent. Raises ConfigError for options that agents do not support."""
+    _check(config)
+    timeout = config.environment.episode_timeout or config.launch.dist_timeout / 3
+    episodes = OpenEpisodes(CallRenderer(tokenizer, config.data), max_prompt_len=config.prompt_budget)
+    return AgentSampler(
+        engine=engine,
+        harness=Command(agent.command) if agent.function is None else AsyncFunction(agent.function),
+        episodes=episodes,
+        endpoint=Endpoint(episodes),
+        reward=reward,
+        reads_environment=reads_environment,
+        threads=StepThreads(num_threads=config.environment.environment_workers, timeout=timeout + GRACE_S),
+        timeout=timeout,
+        tokenizer=tokenizer,
+    )
+
+
+def _check(config: Config) -> None:
+    defaults = EnvironmentConfig()
+    for name in ("max_turns", "max_observation_len", "environment_timeout"):
+        if getattr(config.environment, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect on an agent, which ends its episodes: remove it"
+            )
+    if config.algorithm.kl_reward_coef:
+        raise ConfigError(
+            "--kl-reward-coef does not work with an agent, whose episodes are several sequences: use --kl-loss-coef"
+        )

@@ -1,0 +1,63 @@
+"""Rewards of episodes, which their environment or agent may give."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.rewards.parallel import ParallelReward
+from fsdptrain.rewards.results import RewardResults, compute_rewards
+from fsdptrain.rewards.values import RewardResult
+from fsdptrain.types import Episode, Message, Prompt
+
+
+class EndedEpisode(Protocol):
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def messages(self) -> Sequence[Message]: ...
+
+    @property
+    def response(self) -> str:
+        """The last response of the model."""
+        ...
+
+    @property
+    def rewards(self) -> Mapping[str, float] | None:
+        """Given by the environment."""
+        ...
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+def compute_episode_rewards(
+    reward: ParallelReward, episodes: Sequence[EndedEpisode], *, reads_environment: bool
+) -> RewardResults:
+    """Score the last response of each episode. Failed episodes get no reward.
+
+    reads_environment: whether `reward` uses the rewards of the environment
+    """
+    if not reads_environment and any(episode.rewards for episode in episodes):
+        raise ConfigError(
+            "--environment gives rewards, and --reward uses none of them: add `environment` to --reward, "
+            "alone or with others"
+        )
+    good = [episode for episode in episodes if episode.error is None]
+    computed = compute_rewards(reward, [_with_episode(e) for e in good], [e.response for e in good])
+    results = iter(computed.results)
+    first = next((episode.error for episode in episodes if episode.error is not None), None)
+    return RewardResults(
+        results=[next(results) if episode.error is None else RewardResult(None) for episode in episodes],
+        num_unscored=computed.num_unscored + len(episodes) - len(good),
+        first_error=first or computed.first_error,
+    )
+
+
+def _with_episode(episode: EndedEpisode) -> Prompt:
+    ended = Episode(tuple(episode.messages), episode.rewards, episode.done)
+    return replace(episode.prompt, metadata={**episode.prompt.metadata, "episode": ended})
