@@ -58,4 +58,5 @@ def describe(error: BaseException) -> str:
     """Format an exception of user code on one line: class, message, file and line number."""
     message = (str(error).strip() or "no message").splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {message} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""  # none if it was never raised
+    return f"{type(error).__name__}: {message}{where}"

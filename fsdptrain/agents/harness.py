@@ -56,7 +56,13 @@ class AsyncFunction:
 
         http = httpx.AsyncClient(verify=_ssl_context(), timeout=timeout, trust_env=False)
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http) as client:
-            return await asyncio.wait_for(self.function(client, prompt), timeout)
+            return await asyncio.wait_for(self._call(client, prompt), timeout)
+
+    async def _call(self, client: Any, prompt: Prompt) -> Any:
+        try:
+            return await self.function(client, prompt)
+        except SystemExit as error:  # asyncio would report it a second time
+            raise AgentError(f"SystemExit: {error}") from error
 
 
 @cache

@@ -1,0 +1,264 @@
+"""A server of the OpenAI API on loopback. The key of a request names its episode."""
+
+import asyncio
+import logging
+import resource
+import socket
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import uvicorn
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from fsdptrain.agents.calls import Answer, CallError, Episodes, ModelCall
+from fsdptrain.agents.chat import ChatRequest
+from fsdptrain.agents.completions import CompletionRequest
+from fsdptrain.agents.responses import ResponsesRequest
+from fsdptrain.agents.wire import Conversations, error_event, error_object, parse
+from fsdptrain.errors import RolloutError, describe
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Dialect = ChatRequest | CompletionRequest | ResponsesRequest
+Handler = Callable[[Request, str], Awaitable[Response]]
+
+_KEEP_ALIVE_S = 15.0  # between the comments in a stream that waits for the model
+_IDLE_S = 75  # for connections without a request; longer than clients keep theirs
+_CLOSE_S = 1  # for connections whose client does not read its response
+_MAX_OPEN_FILES = 65_536
+_DIALECTS = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+}
+
+
+class Endpoint:
+    """Serves `episodes` in a daemon thread until `close`. Raises RolloutError if the port cannot be used."""
+
+    def __init__(
+        self, episodes: Episodes, *, host: str = "127.0.0.1", port: int = 0, max_body_bytes: int = 32 * 2**20
+    ) -> None:
+        self._episodes = episodes
+        self._max_body_bytes = max_body_bytes
+        self._conversations: dict[str, Conversations] = {}  # by key
+        self._loop = asyncio.new_event_loop()
+        self._closing: asyncio.Future[None] = self._loop.create_future()
+        _allow_open_files()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family, backlog=4096)
+        except OSError as error:
+            self._loop.close()
+            raise RolloutError(f"the endpoint of agents cannot use {host}:{port}: {error}") from error
+        # Connections inherit it. Without, each response waits 40 ms for an acknowledgement of its headers.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        address = f"[{host}]" if family == socket.AF_INET6 else host
+        self.url = f"http://{address}:{self._socket.getsockname()[1]}/v1"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._application(),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=4096,
+                timeout_keep_alive=_IDLE_S,
+                timeout_graceful_shutdown=_CLOSE_S,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the server. Open calls are cancelled and get status 503."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop)
+            self._thread.join()
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+        if not self._closing.done():
+            self._closing.set_result(None)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._server.serve(sockets=[self._socket]))
+
+    def _application(self) -> Starlette:
+        async def refuse(request: Request, error: Exception) -> Response:
+            assert isinstance(error, HTTPException)
+            message = f"{request.method} {request.url.path}: {error.detail}"
+            return _refuse(CallError(error.status_code, message), dict(error.headers or {}))
+
+        routes = [
+            Route(path, self._checked(self._call(dialect)), methods=["POST"]) for path, dialect in _DIALECTS.items()
+        ]
+        routes += [
+            Route("/v1/reward", self._checked(self._reward), methods=["POST"]),
+            Route("/v1/models", self._checked(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._checked(self._model), methods=["GET"]),
+        ]
+        application = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+        application.router.redirect_slashes = False
+        return application
+
+    def _checked(self, handle: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """Call `handle` with the key of the request. Errors become responses."""
+
+        async def respond(request: Request) -> Response:
+            try:
+                scheme, _, key = request.headers.get("authorization", "").partition(" ")
+                if scheme.lower() != "bearer" or not self._episodes.is_open(key):
+                    raise CallError(401, "the API key is not that of an open episode", code="invalid_api_key")
+                return await handle(request, key)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
+            except CallError as error:
+                return _refuse(error)
+            except Exception as error:
+                log.exception("%s failed", request.url.path)
+                return _refuse(CallError(500, describe(error)))
+
+        return respond
+
+    def _call(self, dialect: type[Dialect]) -> Handler:
+        async def handle(request: Request, key: str) -> Response:
+            body = parse(dialect, await self._until_closed(self._read(request)))
+            call = body.to_call(self._conversations_of(key))
+            if body.stream:
+                headers = {"cache-control": "no-cache"}
+                return StreamingResponse(self._stream(request, key, body, call), 200, headers, "text/event-stream")
+            async with aclosing(self._answer(request, key, call)) as answers:
+                answer = [answer async for answer in answers][-1]
+            assert answer is not None
+            return JSONResponse(self._body(key, body, answer))
+
+        return handle
+
+    async def _stream(self, request: Request, key: str, body: Dialect, call: ModelCall) -> AsyncIterator[str]:
+        try:
+            async with aclosing(self._answer(request, key, call)) as answers:
+                async for answer in answers:
+                    if answer is None:
+                        yield ": waiting\n\n"
+                        continue
+                    for event in body.to_events(self._body(key, body, answer)):
+                        yield event
+        except ClientDisconnect:
+            return
+        except CallError as error:
+            yield error_event(error)
+        except Exception as error:
+            log.exception("%s failed", request.url.path)
+            yield error_event(CallError(500, describe(error)))
+
+    def _body(self, key: str, body: Dialect, answer: Answer) -> dict[str, Any]:
+        return body.to_body(answer, self._episodes.model, self._conversations_of(key))
+
+    async def _answer(self, request: Request, key: str, call: ModelCall) -> AsyncGenerator[Answer | None, None]:
+        """Yield None now and then, and the answer at the end.
+
+        Cancels the call if the client disconnects (ClientDisconnect) or the endpoint is closed (CallError).
+        """
+        answer = asyncio.ensure_future(self._episodes.answer(key, call))
+        gone = asyncio.ensure_future(_disconnect(request))
+        try:
+            while not answer.done():
+                tasks = {answer, gone, self._closing}
+                await asyncio.wait(tasks, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():
+                    break
+                if gone.done():
+                    raise ClientDisconnect
+                if self._closing.done():
+                    raise CallError(503, "the endpoint is closed")
+                yield None
+            if answer.cancelled():
+                raise CallError(503, "the call was cancelled")
+            yield answer.result()  # or raises what the call raised
+        finally:
+            answer.cancel()
+            gone.cancel()
+
+    async def _read(self, request: Request) -> bytes:
+        too_large = CallError(413, f"the body has more than {self._max_body_bytes:,} bytes")
+        if int(request.headers.get("content-length", 0)) > self._max_body_bytes:
+            raise too_large
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._max_body_bytes:
+                raise too_large
+        return bytes(body)
+
+    def _conversations_of(self, key: str) -> Conversations:
+        if key not in self._conversations:
+            self._conversations = {
+                other: kept for other, kept in self._conversations.items() if self._episodes.is_open(other)
+            }
+        return self._conversations.setdefault(key, {})
+
+    async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._closing}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise CallError(503, "the endpoint is closed")
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _reward(self, request: Request, key: str) -> Response:
+        try:
+            reward = from_json(await self._until_closed(self._read(request)), allow_inf_nan=False)
+        except ValueError as error:
+            raise CallError(400, f"Invalid JSON: {error}") from None
+        if isinstance(reward, bool) or not isinstance(reward, (int, float, dict)):
+            raise CallError(400, "the body must be a number or an object with a reward", param="reward")
+        if isinstance(reward, dict) and "reward" not in reward:
+            raise CallError(400, "the object has no reward", param="reward")
+        self._episodes.add_reward(key, reward)
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self, request: Request, key: str) -> Response:
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def _model(self, request: Request, key: str) -> Response:
+        name = request.path_params["name"]
+        if name != self._episodes.model:
+            raise CallError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+        return JSONResponse(self._description())
+
+    def _description(self) -> dict[str, Any]:
+        return {"id": self._episodes.model, "object": "model", "created": 0, "owned_by": "fsdptrain"}
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refuse(error: CallError, headers: dict[str, str] | None = None) -> Response:
+    if error.status == 413:
+        headers = {"connection": "close"}  # the rest of the body is not read
+    return JSONResponse(error_object(error), error.status, headers)
+
+
+def _allow_open_files() -> None:
+    """Raise the soft limit: often 1,024, and each connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

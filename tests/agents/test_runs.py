@@ -1,0 +1,104 @@
+"""Agents from the command line: calls become samples that the trainer agrees with, and a bad episode costs itself."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import command
+from tests.e2e.command import metrics_of, rows_of, trained
+from tests.testing import tiny_qwen3, tiny_tokenizer
+
+AGENTS = "tests.agents.agents"
+PROGRAM = Path(__file__).with_name("program.py")
+FLAGS = [
+    *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
+    *("--rollout-max-prompt-len", "64", "--rollout-max-response-len", "64", "--max-tokens-per-gpu", "512"),
+    *("--lr", "1e-3", "--no-bf16", "--system-prompt", "", "--reward", "environment", "--episode-timeout", "60", "--log-to"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_qwen3().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run(model: Path, folder: Path, *flags: str, rows: int = 16, ranks: int = 1, code: int = 0):
+    folder.mkdir(exist_ok=True)
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": str(i), "label": "yes"}) + "\n" for i in range(rows)))
+    output = folder / "run"
+    argv = ["--hf-checkpoint", str(model), "--prompt-data", str(data), "--output-dir", str(output), *FLAGS, *flags]
+    result = command.run(argv, folder, timeout=300, num_ranks=ranks)
+    assert result.code == code, result.err
+    return (metrics_of(output), rows_of(output / "samples.jsonl")) if code == 0 else result.err
+
+
+def test_the_trainer_agrees_with_every_token_that_an_agent_got_on_any_number_of_ranks(model: Path, tmp_path: Path) -> None:
+    rows, _ = run(model, tmp_path, "--environment", f"{AGENTS}:two_turns")
+    for row in trained(rows):
+        assert row["mismatch/abs_max"] < 1e-4
+        assert row["agent/calls"] == 3 * 16
+        assert row["agent/continued_calls"] == 16
+        assert row["agent/new_sequences"] == 16  # the summary
+        assert row["agent/failed_episodes"] == row["agent/refused_calls"] == 0
+        assert row["episode/turns_mean"] == 2
+        assert row["reward/a"] + row["reward/length"] == pytest.approx(row["reward/mean"])
+    again, _ = run(model, tmp_path / "again", "--environment", f"{AGENTS}:two_turns", ranks=2)
+    names = ["reward/mean", "optim/grad_norm", "completion/length_mean", "policy/entropy"]
+    for one, other in zip(trained(rows), trained(again), strict=True):
+        assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
+
+
+def test_parallel_calls_and_choices_are_sequences_of_one_episode(model: Path, tmp_path: Path) -> None:
+    rows, _ = run(model, tmp_path, "--environment", f"{AGENTS}:parallel")
+    for row in trained(rows):
+        assert row["agent/calls"] == 3 * 16
+        assert row["agent/new_sequences"] == 2 * 16
+        assert row["mismatch/abs_max"] < 1e-4
+
+
+def test_an_episode_that_hangs_or_fails_is_unscored_alone(model: Path, tmp_path: Path) -> None:
+    flags = ["--environment", f"{AGENTS}:unreliable", "--episode-timeout", "2", "--max-unscored-fraction", "0.9"]
+    flags += ["--rollout-batch-size", "7", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--no-rollout-shuffle"]
+    flags += ["--log-num-samples", "14"]
+    rows, shown = run(model, tmp_path, *flags, rows=7)
+    [row] = trained(rows)
+    assert row["reward/unscored_fraction"] == pytest.approx(5 / 7)
+    assert row["agent/failed_episodes"] == 10
+    errors = [sample["response"].rpartition("[--environment: ")[2] for sample in shown[:10:2]]
+    assert errors[0].startswith("the episode did not end within --episode-timeout 2 s")
+    assert errors[1].startswith("the episode did not end within --episode-timeout 2 s")
+    assert errors[2].startswith("the agent made no model call")
+    assert "SystemExit: enough" in errors[3]
+    assert "'much', which is not a number" in errors[4]
+    assert [sample["reward"] for sample in shown[10:]] == [5.0, 5.0, 6.0, 6.0]
+
+
+@pytest.mark.parametrize("how", ["prints", "posts"])
+def test_a_program_is_an_agent(model: Path, tmp_path: Path, how: str) -> None:
+    rows, _ = run(model, tmp_path, "--environment-command", f"{sys.executable} {PROGRAM} {how}")
+    for row in trained(rows):
+        assert row["agent/calls"] == 16
+        assert row["agent/failed_episodes"] == 0
+        assert row["reward/mean"] > 0
+        assert row["mismatch/abs_max"] < 1e-4
+        assert row.get("reward/label") == (1.0 if how == "posts" else None)
+
+
+@pytest.mark.parametrize(("how", "reason"), [("fails", "exit code 1: no idea"), ("hangs", "--episode-timeout 3 s")])
+def test_a_program_that_fails_or_hangs_is_named(model: Path, tmp_path: Path, how: str, reason: str) -> None:
+    flags = ["--environment-command", f"{sys.executable} {PROGRAM} {how}", "--episode-timeout", "3"]
+    error = run(model, tmp_path, *flags, "--rollout-batch-size", "1", code=2)
+    assert "--reward could not score 4 of 4 samples" in error
+    assert reason in error
+
+
+def test_options_that_agents_do_not_have_are_refused(model: Path, tmp_path: Path) -> None:
+    flags = ["--environment", f"{AGENTS}:two_turns"]
+    assert "--max-turns has no effect on an agent" in run(model, tmp_path, *flags, "--max-turns", "3", code=2)
+    assert "--kl-reward-coef does not work" in run(model, tmp_path, *flags, "--kl-reward-coef", "0.1", code=2)
