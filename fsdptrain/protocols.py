@@ -212,14 +212,9 @@ class PromptProcessor(Protocol):
 
 
 class RewardFunction(Protocol):
+    """Reward of one sample. rewards/calls.py lists the other forms: async, and with lists of samples."""
+
     def __call__(self, prompt: Prompt, response: str) -> float | Mapping[str, float] | None: ...
-
-
-@runtime_checkable
-class TimedReward(RewardFunction, Protocol):
-    """Reward that counts, per rollout, the time lost to hanging calls."""
-
-    def begin_rollout(self) -> None: ...
 
 
 class Environment(Protocol):

@@ -54,7 +54,9 @@ def resolve(
     if ":" in name:
         found = import_attribute(name, flag=flag)
         if call is not None:
-            _check_call(found, call, where=f"{flag} {name}")
+            check_call(found, call, where=f"{flag} {name}")
+            if inspect.iscoroutinefunction(found):
+                raise ConfigError(f"{flag} {name} is async, and nothing awaits its result: make it a function")
         return found
     found = _plugins(plugins) if plugins else {}
     if name in found:
@@ -77,15 +79,14 @@ def import_attribute(path: str, *, flag: str) -> Any:
         raise ConfigError(f"{flag} {path} cannot be imported: {describe(error)}") from error
 
 
-def _check_call(found: Any, call: Callable[[Any], Any], *, where: str) -> None:
+def check_call(found: Any, call: Callable[[Any], Any], *, where: str) -> None:
+    """Raise ConfigError if the signature of `found` does not allow `call`, for example `lambda f: f(prompt, text)`."""
     try:
         signature = inspect.signature(found)
     except ValueError:  # some functions in C have none
         return
     except TypeError as error:
         raise ConfigError(f"{where} is not a function") from error
-    if inspect.iscoroutinefunction(found):
-        raise ConfigError(f"{where} is async, and nothing awaits its result: make it a function")
     try:
         call(signature.bind)
     except TypeError as error:

@@ -2,20 +2,24 @@
 
     Prompt -> Completion -> Sample -> PackedBatch -> LogProbs -> LossOutput
 
-All records are frozen; use `dataclasses.replace` to change one. Shapes: P prompt tokens, R response tokens, L = P + R
-tokens of one sample, T tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
+All records are frozen; use `dataclasses.replace` to change one. torch is imported where it is used, so that processes
+which compute rewards start without it. Shapes: P prompt tokens, R response tokens, L = P + R tokens of one sample, T
+tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fsdptrain.errors import RolloutError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 ChecksumKind = Literal["bits", "values", "multiset"]  # see rollout.weight_sync.checksum
@@ -31,7 +35,7 @@ class Images:
     inputs: Mapping[str, Tensor]  # by model argument name; rows follow the order of the images
     token_types: Tensor  # [P], or [T] for a pack, i64: 1 at image placeholder tokens, else 0
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Images":
+    def map(self, change: Callable[[Tensor], Tensor]) -> Images:
         """Apply `change` to every tensor."""
         return Images({name: change(x) for name, x in self.inputs.items()}, change(self.token_types))
 
@@ -44,6 +48,8 @@ def join_images(parts: Sequence[tuple[Images | None, int]]) -> Images | None:
     found = [images for images, _ in parts if images is not None]
     if not found:
         return None
+    import torch
+
     types = torch.zeros(sum(length for _, length in parts), dtype=torch.int64)
     start = 0
     for images, length in parts:
@@ -153,7 +159,7 @@ class Sample:
     versions: list[int] | None = None  # (L,) per token, if they differ; only generated tokens are read
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
-    others: tuple["Sample", ...] = ()  # further sequences of the same episode, which share its reward and advantage
+    others: tuple[Sample, ...] = ()  # further sequences of the same episode, which share its reward and advantage
 
 
 @dataclass(frozen=True)
@@ -172,8 +178,10 @@ class SharedPrefixes:
     cu_seqlens: Tensor  # [N+1] i32, over the computed tokens
 
     @classmethod
-    def of(cls, segments: Sequence[int], lengths: Sequence[int], seqlens: Sequence[int]) -> "SharedPrefixes":
+    def of(cls, segments: Sequence[int], lengths: Sequence[int], seqlens: Sequence[int]) -> SharedPrefixes:
         """Compute the layout from prefix owners, prefix lengths and segment lengths, each (N,)."""
+        import torch
+
         whole, prefix = torch.tensor(seqlens), torch.tensor(lengths)
         own_ends = (whole - prefix).cumsum(0)
         own_starts = own_ends - (whole - prefix)
@@ -190,9 +198,9 @@ class SharedPrefixes:
             cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), own_ends]).to(torch.int32),
         )
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
+    def map(self, change: Callable[[Tensor], Tensor]) -> SharedPrefixes:
         """Apply `change` to every tensor."""
-        return replace(self, **{k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
+        return replace(self, **{k: change(v) for k, v in _tensors(self).items()})
 
     @property
     def num_tokens(self) -> int:
@@ -242,21 +250,29 @@ class PackedBatch:
     def max_seqlen(self) -> int:
         return max(self.seqlens)
 
-    def to(self, device: torch.device) -> "PackedBatch":
+    def to(self, device: torch.device) -> PackedBatch:
         """Copy the batch to `device`. The copy does not block if the batch is in pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> "PackedBatch":
-        return self._map(Tensor.pin_memory)
+    def pin_memory(self) -> PackedBatch:
+        return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        changed: dict[str, Any] = {k: change(v) for k, v in _tensors(self).items()}
         images = None if self.images is None else self.images.map(change)
         return replace(self, images=images, shared=None if self.shared is None else self.shared.map(change), **changed)
 
 
+def _tensors(record: SharedPrefixes | PackedBatch) -> dict[str, Tensor]:
+    from torch import Tensor
+
+    return {name: value for name, value in vars(record).items() if isinstance(value, Tensor)}
+
+
 def positions_of(loss_mask: Tensor) -> Tensor:
     """Return `PackedBatch.loss_positions` [M] for a mask [T] on the CPU."""
+    import torch
+
     return loss_mask.nonzero()[:, 0] if loss_mask.any() else torch.zeros(1, dtype=torch.int64)
 
 
@@ -268,7 +284,7 @@ class LogProbs:
     entropy: Tensor | None = None  # [T] f32, of the full next-token distribution [nats]; None: not computed
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # outputs of features, by name
 
-    def for_loss(self, config: "LossConfig") -> "LogProbs":
+    def for_loss(self, config: LossConfig) -> LogProbs:
         """Detach the entropy if it is only a metric."""
         if config.entropy_coef or self.entropy is None:
             return self

@@ -55,6 +55,7 @@ NOT_RUN = frozenset(
         "data_size",
         "trust_remote_code",
         "reward_timeout",
+        "reward_workers",
     ]
 )
 

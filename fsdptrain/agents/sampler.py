@@ -22,12 +22,13 @@ from fsdptrain.agents.record import Record, answered, conversation_of, samples_o
 from fsdptrain.config import Config, EnvironmentConfig
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError, describe
-from fsdptrain.protocols import RewardFunction, RolloutEngine
-from fsdptrain.rewards.results import to_result
+from fsdptrain.protocols import RolloutEngine
+from fsdptrain.rewards.parallel import ParallelReward
+from fsdptrain.rewards.values import to_result
+from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.samples.environment import Agent
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
 from fsdptrain.trainer.samples.single_turn import GenerationRound
-from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams
 
@@ -209,7 +210,7 @@ class AgentSampler:
     harness: Harness
     episodes: OpenEpisodes
     endpoint: Endpoint
-    reward: RewardFunction
+    reward: ParallelReward
     reads_environment: bool  # whether --reward uses the reward of the agent
     threads: StepThreads
     timeout: float  # of an episode [s]
@@ -308,7 +309,7 @@ def build_agent_sampler(
     tokenizer: PreTrainedTokenizerBase,
     *,
     engine: RolloutEngine,
-    reward: RewardFunction,
+    reward: ParallelReward,
     agent: Agent,
     reads_environment: bool,
 ) -> AgentSampler:

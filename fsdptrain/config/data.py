@@ -30,7 +30,7 @@ class DataConfig(Section):
     """Column of the reference answer; with `--algorithm sft`, of the response: a string or the messages of a
     conversation."""
     metadata_key: Annotated[str | None, COLUMN] = None
-    """Column of a mapping that is passed to the reward."""
+    """Column of a mapping: `prompt.metadata` of rewards and environments. Default: all columns but images."""
     apply_chat_template: bool = True
     """Apply the tokenizer's chat template to prompts. Off: use the text unchanged."""
     chat_template_kwargs: Annotated[dict[str, bool | int | str], Requires("apply_chat_template")] = Field(default={})
@@ -78,10 +78,12 @@ class RewardConfig(Section):
     max_unscored_fraction: Annotated[float, NEUTRAL, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
     """Stop if more than this fraction of a rollout's samples could not be scored."""
     reward_timeout: Annotated[float | None, NEUTRAL, GENERATES] = Field(default=None, gt=0.0)
-    """Deadline of one --reward call; a sample that misses it is unscored. Three timeouts in a row end the run, as do
-    timeouts in one rollout that add up to half of --dist-timeout. If set, calls run in a thread. Default with
-    --max-staleness and servers, where calls always run in threads: 300, or less if --dist-timeout requires it. Default
-    otherwise: none, and a call that takes half of --dist-timeout ends the run. [s]"""
+    """Deadline of one --reward call; of a reward of lists, for all samples of a rank. The sample is then unscored, and
+    its process is killed and replaced. The run ends if late calls and crashes of all rewards block a rank for half of
+    --dist-timeout in one rollout. Default: 300, or less if --dist-timeout requires it. [s]"""
+    reward_workers: Annotated[int | None, NEUTRAL, GENERATES] = Field(default=None, ge=0)
+    """Processes per rank and per --reward. 0: none; the trainer calls it, and cannot kill a call. Default: the cores of
+    the machine divided by its ranks, at most 8. Async rewards have none. [processes]"""
     pass_threshold: Annotated[float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS)] = 1.0
     """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
 

@@ -109,7 +109,7 @@ class LaunchConfig(Section):
     """Print the resolved configuration with the source of each value, and exit."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
-        longest = 3 * (config.reward.reward_timeout or 0)  # the run ends after three timeouts in a row
+        longest = 3 * (config.reward.reward_timeout or 0)  # a rollout may have as many, one after the other
         if longest > config.reward_patience:
             ahead = config.sync.max_staleness
             beside = f", for each of {1 + ahead} rollouts (--max-staleness {ahead})" if ahead else ""

@@ -64,7 +64,7 @@ def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
 
 @dataclass(frozen=True)
 class _TableRows:
-    """Rows of a table by column names. An empty `label_key` or a `metadata_key` of None means no such column."""
+    """Rows of a table by column names. `label_key` "": no labels. `metadata_key` None: all columns but images."""
 
     table: Table
     name: str
@@ -88,7 +88,7 @@ class _TableRows:
             id=row_id,
             prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),
             label=values.get(self.label_key) if self.label_key else None,
-            metadata=_checked_metadata(values, row_id, self.metadata_key),
+            metadata=_checked_metadata(values, row_id, self.metadata_key, self.image_key),
             images=as_images(values.get(self.image_key), self.folder) if self.image_key else (),
         )
 
@@ -118,8 +118,12 @@ def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message
     return prompt
 
 
-def _checked_metadata(values: Mapping[str, Any], row_id: str, column: str | None) -> Mapping[str, Any]:
-    found = (values.get(column) or {}) if column else {}
+def _checked_metadata(
+    values: Mapping[str, Any], row_id: str, column: str | None, image_key: str | None
+) -> Mapping[str, Any]:
+    if column is None:
+        return {name: value for name, value in values.items() if name != image_key}
+    found = values.get(column) or {}
     if not isinstance(found, Mapping):
         raise DataError(
             f"--metadata-key {column}: row {row_id}, counted from 0, holds {found!r:.80}, not a "

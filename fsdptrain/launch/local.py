@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdptrain.config import Config
+from fsdptrain.cores import usable_cores
 from fsdptrain.errors import ConfigError, FsdptrainError
-from fsdptrain.launch.cores import usable_cores
 from fsdptrain.launch.failures import Failure, root_cause
 from fsdptrain.launch.parent import LAUNCHER_PID
 from fsdptrain.rank_variables import RESTART_COUNT

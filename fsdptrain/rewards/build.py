@@ -1,19 +1,18 @@
 """Construction of the reward function from `--reward`.
 
-A reward is a function (prompt, response text) -> reward, usually 0 or 1, or None if it cannot be scored. To add one,
-write a function and register it in `REWARDS`, or pass `--reward package.module:function`.
+A reward is a function (prompt, response text) -> reward, usually 0 or 1, or None if it cannot be scored; calls.py lists
+the other forms. To add one, register it in `REWARDS`, or pass `--reward package.module:function`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
-from fsdptrain.errors import ConfigError, RewardError
+from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards.results import RewardResult, to_result
-from fsdptrain.types import Prompt
+from fsdptrain.rewards.values import RewardResult
 
 REWARDS = registry.Table[RewardFunction](
     {
@@ -53,11 +52,7 @@ class Component:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Weighted sum of rewards. Raises RewardError with the component's name if a component returns None.
-
-    Returns the unweighted component rewards by name, and the details of components that return mappings. Component
-    names take precedence over detail names.
-    """
+    """Weighted sum of rewards."""
 
     components: tuple[Component, ...]
 
@@ -65,18 +60,21 @@ class WeightedSum:
     def weights(self) -> dict[str, float]:
         return {component.name: component.weight for component in self.components}
 
-    def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float]:
+    def combine(self, results: Sequence[RewardResult]) -> Mapping[str, float]:
+        """Return the weighted sum of the results of the components, each scored, and its parts.
+
+        Parts are the unweighted rewards by name, and the details of components that return mappings. Component names
+        take precedence over detail names.
+        """
         rewards, details = dict[str, float](), dict[str, float]()
-        for component in self.components:
-            result: RewardResult = to_result(component.function(prompt, response), name=component.name)
-            if result.reward is None:
-                raise RewardError(f"{component.name} returned None, which means that it cannot score this")
+        for component, result in zip(self.components, results, strict=True):
+            assert result.reward is not None
             rewards[component.name] = result.reward
             details |= result.rewards
         return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
 
 
-def reads_environment(reward: RewardFunction) -> bool:
+def reads_environment(reward: RewardFunction | WeightedSum) -> bool:
     """Return whether the environment's reward can affect `reward`. True for custom functions, which are unknown."""
     known = set(REWARDS.values()) - {REWARDS["environment"]}
     return not (isinstance(reward, WeightedSum) and all(part.function in known for part in reward.components))
@@ -97,9 +95,7 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
             f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
-    return Component(
-        name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward", call=lambda f: f("prompt", "text"))
-    )
+    return Component(name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
 
 
 def _short(name: str) -> str:

@@ -1,6 +1,6 @@
 """Build the components of a run, cheapest to fail first.
 
-Modules that only some runs need (environments, evaluation, SFT, deadlines) are imported where the configuration turns
+Modules that only some runs need (environments, evaluation, SFT) are imported where the configuration turns
 them on.
 """
 
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -22,7 +22,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.config.checks import is_valid
-from fsdptrain.data.prompts import PromptStream
+from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError
 from fsdptrain.feature import Features, check_features, load_features
@@ -38,7 +38,8 @@ from fsdptrain.protocols import (
     RewardFunction,
     RolloutEngine,
 )
-from fsdptrain.rewards.build import build_reward, reads_environment
+from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment
+from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
@@ -48,13 +49,12 @@ from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.memory import build_planner, choose_sizes, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
-from fsdptrain.trainer.samples.main_thread import MainThreadLimit
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.trainer.timeline import Timeline
 from fsdptrain.trainer.waits import Waits, watched_waits
-from fsdptrain.types import LossConfig, Prompt, SamplingParams
+from fsdptrain.types import Episode, LossConfig, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from fsdptrain.trainer.evaluation import Evaluation
@@ -123,17 +123,17 @@ def build_components(
     planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
     config = choose_sizes(planner, config)
     with ExitStack() as stack:
+        rewards = open_rewards(config, reward_function, stream, held_out, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
         backend = open_backend(config, features)
         engine = open_engine(config, backend, make_engine, checkpoint) if generates else None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
-        if engine is not None:
+        if engine is not None and rewards is not None:
             background = rollout_threads(config, engine, stack)
             stack.callback(engine.close)
             weight_sync = build_weight_sync(config, engine, backend, tokenizer)
-            timed = with_deadline(config, reward_function, in_flight=background is not None)
-            sampler = build_sampler(instructed, tokenizer, engine, timed, environment, reads=reward_function)
+            sampler = build_sampler(instructed, tokenizer, engine, rewards, environment)
             if isinstance(sampler, Closing):
                 stack.callback(sampler.close)
             evaluation = build_evaluation(config, sampler, held_out)
@@ -285,25 +285,39 @@ def build_weight_sync(
     return WeightSync(engine, backend, verifier)
 
 
-def with_deadline(config: Config, reward: RewardFunction, *, in_flight: bool) -> RewardFunction:
-    """Bound calls of the reward by --reward-timeout, or else by half of --dist-timeout."""
-    if config.reward.reward_timeout is None and not in_flight:
-        return MainThreadLimit(reward, config.reward_patience)
-    from fsdptrain.trainer.samples.deadline import WithDeadline
-
-    return WithDeadline(reward, config.reward.reward_timeout, patience=config.reward_patience)
+def open_rewards(
+    config: Config,
+    reward: RewardFunction | WeightedSum,
+    stream: PromptStream,
+    held_out: Sequence[Prompt],
+    environment: "LoadedEnvironment | None",
+    stack: ExitStack,
+) -> ParallelReward:
+    """Start the rewards. Rank 0 calls those of the user once. Raises ConfigError on all ranks. Collective."""
+    with raise_on_all_ranks(ConfigError, "--reward"):
+        rewards = build_parallel(config, reward)
+        stack.callback(rewards.close)
+        prompts = [*held_out[:1]]
+        if config.algorithm.algorithm != "sft":  # else only evaluations compute rewards
+            first = make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
+            prompts.insert(0, first)
+        if environment is not None:
+            episode = Episode((), None, done=True)
+            prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
+        lines = rewards.check(prompts, call=dist.get_rank() == 0)
+    for line in lines:
+        log.warning("%s", line)
+    return rewards
 
 
 def build_sampler(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
-    reward: RewardFunction,
+    reward: ParallelReward,
     environment: "LoadedEnvironment | None",
-    *,
-    reads: RewardFunction,
 ) -> Sampler:
-    """Build the sampler of single responses, or of episodes. reads: `reward` without its deadline."""
+    """Build the sampler of single responses, or of episodes."""
     if environment is None:
         return SingleTurn(engine, reward, tokenizer)
     from fsdptrain.trainer.samples.environment import Agent
@@ -316,7 +330,7 @@ def build_sampler(
                 engine=engine,
                 reward=reward,
                 agent=environment.environment,
-                reads_environment=reads_environment(reads),
+                reads_environment=reads_environment(reward.reward),
             )
     from fsdptrain.trainer.samples.multi_turn import build_multi_turn
 
@@ -326,7 +340,7 @@ def build_sampler(
         engine=engine,
         reward=reward,
         environment=environment,
-        reads_environment=reads_environment(reads),
+        reads_environment=reads_environment(reward.reward),
     )
 
 

@@ -32,7 +32,7 @@ def shaping_rule(config: Config) -> "ShapingRule | None":
     )
 
 
-def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
+def advantage_rule(config: Config, reward: RewardFunction | WeightedSum) -> AdvantageRule:
     """Build the rule that turns rewards into advantages.
 
     Raises ConfigError if the estimator cannot be imported or is not a function, or if it needs rewards with names and

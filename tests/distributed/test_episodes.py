@@ -9,15 +9,16 @@ from fsdptrain.config import Config
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.rewards.functions import environment as environment_reward
+from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn
 from fsdptrain.trainer.samples.single_turn import GenerationRound
 from fsdptrain.trainer.samples.source import own_share
-from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, SamplingParams, Turn
 from tests import agreement
 from tests.exact import Exact, backends_in_float64
+from tests.rewards import in_process
 from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * (i % 4)), "") for i in range(5)]
@@ -50,7 +51,7 @@ def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[Genera
     sampler = MultiTurn(
         engine=engine,
         environment=LoadedEnvironment(environment, None, None, None, ()),
-        reward=environment_reward,
+        reward=in_process(environment_reward),
         reads_environment=True,
         renderer=TurnRenderer(tokenizer, data=config.data),
         threads=StepThreads(num_threads=4, timeout=20.0),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.rewards.results import RewardResult
+from fsdptrain.rewards.values import RewardResult
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import evaluation_metrics
 from fsdptrain.trainer.samples.single_turn import make_sample

@@ -20,6 +20,7 @@ from fsdptrain.trainer.samples.single_turn import GenerationRound, Sampler, Sing
 from fsdptrain.trainer.samples.source import RolloutSource
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams
+from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, spawn, tiny_tokenizer
 
 WANTED = 6
@@ -72,7 +73,7 @@ def source(rules: SelectionRules, score=reward, num_rows: int = 24, curriculum: 
     )
     return RolloutSource(
         stream=stream,
-        sampler=Recording(SingleTurn(FakeRolloutEngine(answer), score, tokenizer)),
+        sampler=Recording(SingleTurn(FakeRolloutEngine(answer), in_process(score), tokenizer)),
         sampling=SamplingParams(num_samples=4, max_tokens=8, seed=9),
         num_prompts=WANTED,
         num_shown=3,

@@ -1,6 +1,7 @@
 """Rewards for the tests of the command line."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,6 +22,16 @@ def exits(prompt: Prompt, response: str) -> float:
 def hangs(prompt: Prompt, response: str) -> float:
     threading.Event().wait()
     return 0.0
+
+
+def crashes_and_hangs(prompt: Prompt, response: str) -> float:
+    """Ends its process for some answers, and hangs in C code for others."""
+    kind = len(set(response)) % 4
+    if response and kind == 0:
+        os._exit(1)
+    if kind == 1:
+        re.fullmatch(r"(a*)*b", "a" * 60)
+    return variety(prompt, response)
 
 
 def hangs_now_and_then(prompt: Prompt, response: str) -> float:
@@ -64,7 +75,8 @@ def held(prompt: Prompt, response: str) -> float:
         (folder / f"rank{os.environ['RANK']}").touch()
         while not (folder / "go").exists():
             time.sleep(0.01)
-    _calls.append(response)
+    if response or _calls:  # not the call before the first rollout, which is rank 0's only
+        _calls.append(response)
     return variety(prompt, response)
 
 

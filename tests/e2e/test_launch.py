@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.launch.cores import usable_cores
+from fsdptrain.cores import usable_cores
 from tests.e2e import command
 from tests.matrix import only
 from tests.testing import rank_variables, reserved_port
@@ -121,7 +121,7 @@ def test_a_rank_is_killed_under_two_agents_and_the_run_resumes_from_its_newest_c
     """Also with --resume never, which holds for the start alone."""
     folder, marker = tmp_path / "run", tmp_path / "killed"
     argv = tiny_run(checkpoint, folder, "--num-rollout", "5", "--save-interval", "1", "--keep-last", "9")
-    argv += ["--resume", "never", "--reward", "tests.e2e.rewards:killed_once"]
+    argv += ["--resume", "never", "--reward", "tests.e2e.rewards:killed_once", "--reward-workers", "0"]
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
     variables = {"KILLED": str(marker), "OMP_NUM_THREADS": "1"}
     with reserved_port() as port:

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards.results import RewardResult, RewardResults, compute_rewards
+from fsdptrain.rewards.parallel import ParallelReward
+from fsdptrain.rewards.results import RewardResults, compute_rewards
+from fsdptrain.rewards.values import RewardResult
 from fsdptrain.types import Episode, Message, Prompt
 
 
@@ -35,7 +36,7 @@ class EndedEpisode(Protocol):
 
 
 def compute_episode_rewards(
-    reward: RewardFunction, episodes: Sequence[EndedEpisode], *, reads_environment: bool
+    reward: ParallelReward, episodes: Sequence[EndedEpisode], *, reads_environment: bool
 ) -> RewardResults:
     """Score the last response of each episode. Failed episodes get no reward.
 

@@ -17,12 +17,13 @@ from fsdptrain.data.routes import sample_routes
 from fsdptrain.data.rows import as_messages
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
-from fsdptrain.rewards.results import RewardResult, to_result
+from fsdptrain.protocols import InFlightEngine, RolloutEngine
+from fsdptrain.rewards.parallel import ParallelReward
+from fsdptrain.rewards.values import RewardResult, to_result
+from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
 from fsdptrain.trainer.samples.single_turn import Generate, GenerationRound, response_text
-from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams, Turn
 
@@ -113,7 +114,7 @@ class MultiTurn:
 
     engine: RolloutEngine
     environment: LoadedEnvironment
-    reward: RewardFunction
+    reward: ParallelReward
     reads_environment: bool  # whether --reward uses the rewards of the environment
     renderer: TurnRenderer
     threads: StepThreads
@@ -256,7 +257,7 @@ def build_multi_turn(
     tokenizer: PreTrainedTokenizerBase,
     *,
     engine: RolloutEngine,
-    reward: RewardFunction,
+    reward: ParallelReward,
     environment: LoadedEnvironment,
     reads_environment: bool,
 ) -> MultiTurn:

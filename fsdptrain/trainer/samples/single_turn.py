@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
-from fsdptrain.rewards.results import RewardResult, RewardResults, compute_rewards
+from fsdptrain.protocols import InFlightEngine, RolloutEngine
+from fsdptrain.rewards.parallel import ParallelReward
+from fsdptrain.rewards.results import RewardResults, compute_rewards
+from fsdptrain.rewards.values import RewardResult
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 
@@ -74,7 +76,7 @@ class SingleTurn:
     """One completion per sample, scored by the reward function."""
 
     engine: RolloutEngine
-    reward: RewardFunction
+    reward: ParallelReward
     tokenizer: PreTrainedTokenizerBase
     _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # rewards may not be thread-safe
 

@@ -49,6 +49,13 @@ def test_rows_do_not_depend_on_the_file_format(rows: Any) -> None:
     assert len({rows[i].id for i in range(7)}) == 7
 
 
+def test_metadata_are_all_columns_but_images_or_the_mapping_of_one_column() -> None:
+    with_images = [{**row, "picture": []} for row in ROWS]
+    assert as_rows(with_images, config(""), image_key="picture")[3].metadata == ROWS[3]
+    assert as_rows(ROWS, config(""))[3].metadata == ROWS[3]
+    assert as_rows(ROWS, config("", metadata_key="extra"))[3].metadata == {"level": 3}
+
+
 def test_the_split_of_a_saved_data_set_can_be_chosen(tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=table, test=table.select([4])).save_to_disk(tmp_path / "d")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.launch.cores import usable_cores
+from fsdptrain.cores import usable_cores
 
 
 @pytest.mark.parametrize(("limit", "most"), [("max 100000", 10**6), ("150000 100000", 2), ("50000 100000", 1)])

@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import RewardError
-from fsdptrain.rewards.results import RewardResult, check_failed_rewards, compute_rewards
+from fsdptrain.rewards.results import check_failed_rewards, compute_rewards
+from fsdptrain.rewards.values import RewardResult
 from fsdptrain.types import Prompt
+from tests.rewards import in_process
 from tests.testing import spawn
 
 PROMPT = Prompt("p", [1], "")
 
 
 def score_of(value: Any) -> RewardResult:
-    return compute_rewards(lambda _prompt, _text: value, [PROMPT], [""]).results[0]
+    return compute_rewards(in_process(lambda _prompt, _text: value), [PROMPT], [""]).results[0]
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), torch.tensor(1.0), {"reward": 1}])
@@ -46,7 +48,7 @@ def failing(_prompt: Prompt, text: str) -> float | None:
 
 
 def test_an_error_in_a_reward_costs_one_sample_and_the_first_is_kept() -> None:
-    results = compute_rewards(failing, [PROMPT] * 5, ["1", "0", "none", "x", "2"])
+    results = compute_rewards(in_process(failing), [PROMPT] * 5, ["1", "0", "none", "x", "2"])
     assert [score.reward for score in results.results] == [1.0, None, None, None, 0.5]
     assert results.num_unscored == 3
     assert results.first_error is not None
@@ -57,7 +59,7 @@ def test_a_reward_that_exits_ends_its_call_and_not_the_run() -> None:
     def exits(_prompt: Prompt, text: str) -> float:
         return 1.0 if text else sys.exit(0)
 
-    results = compute_rewards(exits, [PROMPT] * 2, ["", "a"])
+    results = compute_rewards(in_process(exits), [PROMPT] * 2, ["", "a"])
     assert [score.reward for score in results.results] == [None, 1.0]
     assert (results.first_error or "").startswith("SystemExit: 0 (test_results.py:")
 
@@ -67,21 +69,21 @@ def test_an_interrupt_is_raised() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compute_rewards(interrupted, [PROMPT], [""])
+        compute_rewards(in_process(interrupted), [PROMPT], [""])
 
 
 def test_too_many_unscored_samples_stop_the_run_with_the_first_reason() -> None:
-    results = compute_rewards(failing, [PROMPT] * 4, ["1", "none", "1", "1"])
+    results = compute_rewards(in_process(failing), [PROMPT] * 4, ["1", "none", "1", "1"])
     assert check_failed_rewards(results, max_unscored_fraction=0.25) == 1
     with pytest.raises(RewardError, match=r"1 of 4 samples.*--max-unscored-fraction 0.2;.*the reward returned None"):
         check_failed_rewards(results, max_unscored_fraction=0.2)
-    assert check_failed_rewards(compute_rewards(failing, [], []), max_unscored_fraction=0.0) == 0
+    assert check_failed_rewards(compute_rewards(in_process(failing), [], []), max_unscored_fraction=0.0) == 0
 
 
 def check_on_ranks(limits: list[float]) -> list[int | str]:
     """Rank 1 of 3 has all the trouble."""
     texts = ["none", "0"] if dist.get_rank() == 1 else ["1"] * 4
-    results = compute_rewards(failing, [PROMPT] * len(texts), texts)
+    results = compute_rewards(in_process(failing), [PROMPT] * len(texts), texts)
     outcomes: list[int | str] = []
     for limit in limits:
         try:

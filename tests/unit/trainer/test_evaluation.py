@@ -6,6 +6,7 @@ from fsdptrain.config import Config
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.samples.single_turn import SingleTurn
 from fsdptrain.types import Prompt
+from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, tiny_tokenizer
 
 
@@ -15,7 +16,9 @@ def test_accuracy_counts_responses_from_the_threshold_on(threshold: float, accur
     metrics, _ = Evaluation(
         Config(hf_checkpoint="x", pass_threshold=threshold),
         SingleTurn(
-            FakeRolloutEngine(lambda prompt, index: [5]), lambda prompt, response: rewards[prompt.id], tiny_tokenizer()
+            FakeRolloutEngine(lambda prompt, index: [5]),
+            in_process(lambda prompt, response: rewards[prompt.id]),
+            tiny_tokenizer(),
         ),
         [Prompt(name, [5], "") for name in rewards],
     ).run()

@@ -17,12 +17,13 @@ from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.functions import environment as environment_reward
 from fsdptrain.rewards.functions import exact
+from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn, prompt_seed
 from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
-from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
+from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -88,7 +89,7 @@ def play(
     sampler = MultiTurn(
         engine=engine,
         environment=LoadedEnvironment(environment, finish, None, None, ()),
-        reward=reward,
+        reward=in_process(reward),
         reads_environment=reads_environment,
         renderer=TurnRenderer(TOKENIZER, data=DataConfig(), max_observation_len=50),
         threads=StepThreads(num_threads=4, timeout=timeout),
@@ -316,5 +317,5 @@ def test_a_rank_without_prompts_calls_the_engine_and_returns_nothing():
     made, engine = play(two_turns, prompts=[])
     assert (made.samples, made.texts, made.results.results) == ([], [], [])
     assert len(engine.asked) == 1  # collective
-    single = SingleTurn(engine, exact, TOKENIZER).sample([], SamplingParams(2, 9), Stopwatch())
+    single = SingleTurn(engine, in_process(exact), TOKENIZER).sample([], SamplingParams(2, 9), Stopwatch())
     assert (single.samples, single.texts) == ([], [])

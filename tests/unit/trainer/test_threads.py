@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
+from fsdptrain import threads as module
 from fsdptrain.errors import RolloutError
-from fsdptrain.trainer.samples import threads as module
-from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads, _Batch
+from fsdptrain.threads import DeadlineError, StepThreads, _Batch
 
 pytestmark = pytest.mark.slow
 

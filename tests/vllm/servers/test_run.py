@@ -86,6 +86,7 @@ def test_a_rank_killed_in_a_sync_ends_the_run_and_resume_loses_no_sample(tmp_pat
     model, folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32), tmp_path / "run"
     common = ["--hf-checkpoint", str(model), *command.UNEVALUATED, "--num-rollout", "3", "--save-interval", "1"]
     common += ["--nproc-per-node", "2", "--log-num-samples", "16", "--reward", "tests.e2e.rewards:held"]
+    common += ["--reward-workers", "0"]
     argv = [*common, "--rollout-engine", "vllm-server", "--rollout-num-servers", "1"]
     argv += ["--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05", "--output-dir", str(folder)]
     argv += ["--update-weight-buffer-size", "20000", "--weight-sync-dir", str(tmp_path / "weights")]

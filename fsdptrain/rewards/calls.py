@@ -1,0 +1,120 @@
+"""How a reward function is called. No torch: reward workers import this module.
+
+| signature | call |
+|---|---|
+| `f(prompt, response)` | one sample, a `Prompt` and a text |
+| `f(prompts, responses)` | lists of all samples of a rank; returns a list of the same length |
+| `f(prompts, completions, **columns)` | the same with the keyword arguments of TRL's GRPOTrainer |
+
+The names `responses` and `completions` select the last two. All may be async.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fsdptrain.errors import RewardError, describe
+from fsdptrain.rewards.values import WRONG, RewardResult, to_result
+from fsdptrain.types import Prompt
+
+Outcome = RewardResult | str  # a score, or why the sample is unscored
+Call = tuple[Prompt, str]  # prompt and response
+
+
+@dataclass(frozen=True)
+class RewardCalls:
+    """A reward function and the way to call it. Picklable if the function is."""
+
+    function: Callable[..., Any]
+    name: str = ""  # key of a number in `RewardResult.rewards`
+    where: str = "--reward"  # in messages, e.g. "--reward math"
+    timeout: float = 300.0  # of one call [s]
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        try:
+            return tuple(inspect.signature(self.function).parameters)
+        except (TypeError, ValueError):  # no function, or one in C
+            return ()
+
+    @property
+    def is_async(self) -> bool:
+        instance = callable(self.function) and type(self.function).__call__
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(instance)
+
+    @property
+    def is_batched(self) -> bool:
+        return "responses" in self.parameters or "completions" in self.parameters
+
+    def jobs(self, indices: Sequence[int]) -> list[list[int]]:
+        """Split samples into calls: one each, or all in one."""
+        return [[*indices]] * bool(indices) if self.is_batched else [[index] for index in indices]
+
+    def arguments(self, calls: Sequence[Call]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return positional and keyword arguments of the call that scores `calls`."""
+        prompts, responses = [prompt for prompt, _ in calls], [response for _, response in calls]
+        if "completions" in self.parameters:
+            return (), self._columns(prompts, responses)
+        return ((prompts, responses) if self.is_batched else calls[0]), {}
+
+    @property
+    def late(self) -> str:
+        """Why a sample is unscored whose call was late."""
+        return f"--reward: no answer within --reward-timeout {self.timeout:g} s"
+
+    def call(self, calls: Sequence[Call]) -> Any:
+        args, kwargs = self.arguments(calls)
+        return self.function(*args, **kwargs)
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Score one sample, or all of a batched reward."""
+        try:
+            value = self.call(calls)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # user code may raise anything; the run continues
+            return [reason(error)] * len(calls)
+        return self.outcomes(value, len(calls))
+
+    def outcomes(self, value: Any, num_samples: int) -> list[Outcome]:
+        """Convert the value of a call."""
+        if not self.is_batched:
+            return [self._outcome(value)]
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != num_samples:
+            what = f"{len(value)} values" if isinstance(value, list | tuple) else f"{value!r:.80}"
+            return [
+                f"the reward returned {what}{WRONG}list with one value for each of {num_samples} samples"
+            ] * num_samples
+        return [self._outcome(each) for each in value]
+
+    def _outcome(self, value: Any) -> Outcome:
+        try:
+            result = to_result(value, name=self.name)
+        except Exception as error:  # noqa: BLE001  # objects of the user
+            return reason(error)
+        if result.reward is not None:
+            return result
+        return f"{self.name or 'the reward'} returned None" + ", which means that it cannot score this" * bool(
+            self.name
+        )
+
+    def _columns(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Any]:
+        """Return the keyword arguments of TRL: messages if the column `prompt` holds messages, else texts."""
+        originals = [prompt.metadata.get("prompt", prompt.text) for prompt in prompts]
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.metadata if name != "prompt")
+        columns = {
+            **{name: [prompt.metadata.get(name) for prompt in prompts] for name in names},
+            "prompts": originals,
+            "completions": [
+                [{"role": "assistant", "content": text}] if isinstance(original, list) else text
+                for original, text in zip(originals, responses, strict=True)
+            ],
+        }
+        parameters = inspect.signature(self.function).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return columns if takes_all else {name: columns[name] for name in self.parameters if name in columns}
+
+
+def reason(error: BaseException) -> str:
+    """Return why a call that raised left its samples unscored."""
+    return str(error) if isinstance(error, RewardError) else describe(error)

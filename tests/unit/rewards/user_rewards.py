@@ -1,0 +1,136 @@
+"""Rewards that worker processes import. The response says what they do."""
+
+import asyncio
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.types import Prompt
+
+HANGS = ("regex", "deaf", "starts a process", "600", "late", "stubborn", "blocks")
+
+
+def obedient(prompt: Prompt, response: str) -> float | None:  # noqa: C901
+    if response == "regex":  # holds the GIL
+        os.write(1, b"hangs\n")
+        re.fullmatch(r"(a*)*b", "a" * 60)
+    if response == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL})
+        time.sleep(600)
+    if response == "starts a process":
+        Path(prompt.metadata["path"]).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(600)
+    if response == "leaves a process":
+        os.system("sleep 600 &")
+        os._exit(3)
+    if response == "_exit":
+        os._exit(3)
+    if response == "real-time signal":
+        os.kill(os.getpid(), signal.SIGRTMIN + 5)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "exit":
+        sys.exit(1)
+    if response == "raise":
+        raise ValueError("no\nsecond line")
+    if response == "none":
+        return None
+    if response == "pid":
+        return float(os.getpid())
+    if response == "torch":
+        return float("torch" in sys.modules)
+    return float(response)
+
+
+def sleeps(prompt: Prompt, response: str) -> float:
+    if "path" in prompt.metadata:
+        with open(prompt.metadata["path"], "a") as calls:
+            calls.write(f"{os.getpid()}\n")
+    time.sleep(float(response))
+    return float(response)
+
+
+class LoadedBy:
+    """A reward whose second process ends while it loads the reward."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, prompt: Prompt, response: str) -> float | None:
+        return obedient(prompt, response)
+
+    def __reduce__(self) -> Any:
+        return _load, (self.path,)
+
+
+def _load(path: str) -> LoadedBy:
+    with open(path, "a") as loads:
+        loads.write("x")
+    if Path(path).read_text() == "xx":
+        os._exit(1)
+    return LoadedBy(path)
+
+
+class Unloadable:
+    """Pickles, and does not load."""
+
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+
+_together: dict[asyncio.AbstractEventLoop, tuple[list[str], asyncio.Event]] = {}
+
+
+async def judge(prompt: Prompt, response: str) -> float | None:
+    if response == "late":
+        await asyncio.sleep(600)
+    if response == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                continue
+    if response == "canceled":
+        raise asyncio.CancelledError
+    if response == "blocks":
+        prompt.metadata["event"].wait()
+    if response == "together":  # sixty of these wait for each other
+        arrived, all_here = _together.setdefault(asyncio.get_running_loop(), ([], asyncio.Event()))
+        arrived.append(response)
+        if len(arrived) == 60:
+            all_here.set()
+        await all_here.wait()
+        return 1.0
+    return obedient(prompt, response)
+
+
+class Judge:
+    async def __call__(self, prompts: list[Prompt], responses: list[str]) -> list[Any]:
+        await asyncio.sleep(0)
+        return lists(prompts, responses)
+
+
+def lists(prompts: list[Prompt], responses: list[str]) -> list[Any]:
+    if responses[0] == "short":
+        return [1.0]
+    return [obedient(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def of_trl(completions: list[Any], prompts: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    assert set(columns) == {"level"}
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [float(text == str(right)) + len(prompt) for text, right, prompt in zip(texts, answer, prompts, strict=True)]
+
+
+def list_for_one(prompt: Prompt, response: str) -> Any:
+    return [1.0]
+
+
+def one_argument(response: str) -> float:
+    return 1.0
