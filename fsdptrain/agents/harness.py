@@ -51,10 +51,9 @@ class AsyncFunction:
         return asyncio.run(self._run(prompt, url, key, timeout))
 
     async def _run(self, prompt: Prompt, url: str, key: str, timeout: float) -> Any:
-        import httpx
         import openai
 
-        http = httpx.AsyncClient(verify=_ssl_context(), timeout=timeout, trust_env=False)
+        http = openai.DefaultAsyncHttpxClient(verify=_ssl_context(), timeout=timeout, trust_env=False)
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http) as client:
             return await asyncio.wait_for(self._call(client, prompt), timeout)
 
