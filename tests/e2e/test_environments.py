@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -66,6 +68,22 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
     pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|tool\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
     for a, b, heard, answer in (re.fullmatch(pattern, row["response"]).groups() for row in shown):  # type: ignore[union-attr]
         assert int(a) * int(b) == int(heard) == int(answer)
+
+
+@pytest.mark.matrix
+def test_a_model_learns_as_an_agent_to_ask_a_calculator(tmp_path: Path) -> None:
+    """The example with --agent, whose episodes are those of an agent of the OpenAI Agents SDK."""
+    argv = [sys.executable, ROOT / "examples" / "calculator" / "train.py", "--agent", "--output-dir", tmp_path]
+    argv += ["--warm-up-steps", "250", "--rollouts", "12"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = metrics_of(tmp_path / "grpo")
+    before, after = (row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row)
+    assert after > before + 0.2
+    first, *_, last = trained(rows)
+    assert last["agent/continued_calls"] > first["agent/continued_calls"] + 0.2 * 128
+    assert max(row["mismatch/abs_max"] for row in trained(rows)) < 1e-4
+    assert sum(row["agent/failed_episodes"] for row in trained(rows)) == 0
 
 
 @pytest.mark.matrix
