@@ -161,6 +161,10 @@ class Sample:
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
     others: tuple[Sample, ...] = ()  # further sequences of the same episode, which share its reward and advantage
 
+    @property
+    def sequences(self) -> tuple[Sample, ...]:
+        return (self, *self.others)
+
 
 @dataclass(frozen=True)
 class SharedPrefixes:

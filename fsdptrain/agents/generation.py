@@ -5,7 +5,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import InFlightEngine, RolloutEngine
@@ -22,8 +22,12 @@ class Generation(Protocol):
         """Generate one completion. From any thread."""
         ...
 
-    def run_until(self, done: "Future[object]") -> None:
+    def run_until(self, done: "Future[Any]") -> None:
         """Generate on this thread, if the engine needs that, until `done`. Raises the error of the engine."""
+        ...
+
+    def close(self) -> None:
+        """Fail the calls that are waiting, and later ones."""
         ...
 
 
@@ -34,15 +38,18 @@ class BatchedGeneration:
     engine: RolloutEngine
     _waiting: deque[tuple[Prompt, SamplingParams, "Future[Completion]"]] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
+    _is_closed: bool = False
 
     def submit(self, prompt: Prompt, sampling: SamplingParams) -> "Future[Completion]":
         future: Future[Completion] = Future()
         with self._changed:
+            if self._is_closed:
+                raise RolloutError("the rollout has ended")
             self._waiting.append((prompt, sampling, future))
             self._changed.notify()
         return future
 
-    def run_until(self, done: "Future[object]") -> None:
+    def run_until(self, done: "Future[Any]") -> None:
         done.add_done_callback(lambda _: self._notify())
         while True:
             with self._changed:
@@ -51,6 +58,13 @@ class BatchedGeneration:
                     return
             self._wait_for_more()
             self._generate()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            waiting, self._waiting = self._waiting, deque()
+        for *_, future in waiting:
+            future.cancel()
 
     def _notify(self) -> None:
         with self._changed:
@@ -95,12 +109,14 @@ class InFlightGeneration:
     def submit(self, prompt: Prompt, sampling: SamplingParams) -> "Future[Completion]":
         return self._threads.submit(self._generate, prompt, replace(sampling, num_samples=1))
 
-    def run_until(self, done: "Future[object]") -> None:
+    def run_until(self, done: "Future[Any]") -> None:
         done.add_done_callback(lambda _: self._finished.set())
         self._finished.wait()
-        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._error is not None:
             raise self._error
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _generate(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
         try:

@@ -9,13 +9,14 @@ import ssl
 import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, describe
 from fsdptrain.types import Prompt
 
+_OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 MODEL = "policy"  # name of the model in requests; every other name is accepted too
 
 
@@ -27,6 +28,10 @@ class Harness(Protocol):
     """Runs an episode whose model calls go to `url` with `key`. Returns its reward, None: none. Called from threads."""
 
     def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any: ...
+
+    def close(self) -> None:
+        """End what still runs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class AsyncFunction:
     def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any:
         return asyncio.run(self._run(prompt, url, key, timeout))
 
+    def close(self) -> None: ...
+
     async def _run(self, prompt: Prompt, url: str, key: str, timeout: float) -> Any:
         import openai
 
@@ -60,8 +67,8 @@ class AsyncFunction:
     async def _call(self, client: Any, prompt: Prompt) -> Any:
         try:
             return await self.function(client, prompt)
-        except SystemExit as error:  # asyncio would report it a second time
-            raise AgentError(f"SystemExit: {error}") from error
+        except (SystemExit, TimeoutError) as error:  # asyncio reports the first twice; the second is not our deadline
+            raise AgentError(describe(error)) from error
 
 
 @cache
@@ -72,13 +79,14 @@ def _ssl_context() -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class Command:
-    """A program that finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment.
+    """A program with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment.
 
     It reads the prompt as JSON from its standard input, and prints its reward, a number or a JSON object, as the last
     line, or posts it to OPENAI_BASE_URL/reward.
     """
 
     command: str
+    _running: set[int] = field(default_factory=set)  # process groups
 
     def __post_init__(self) -> None:
         try:
@@ -90,34 +98,51 @@ class Command:
 
     def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any:
         row = {"prompt": prompt.source, "label": prompt.label, "metadata": dict(prompt.metadata)}
-        process = subprocess.Popen(
+        with subprocess.Popen(
             shlex.split(self.command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL},
+            env=_environment(url, key),
             start_new_session=True,  # a process group, to end what it starts too
             text=True,
             errors="replace",
-        )
-        try:
-            out, err = process.communicate(json.dumps(row, default=str), timeout)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError from error
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        ) as process:
+            self._running.add(process.pid)
+            try:
+                out, err = process.communicate(json.dumps(row, default=str), timeout)
+            except subprocess.TimeoutExpired as error:
+                raise TimeoutError from error
+            finally:
+                _kill(process.pid)
+                self._running.discard(process.pid)
         if process.returncode:
             last = (err.strip().splitlines() or ["no error output"])[-1]
             raise AgentError(f"it ended with exit code {process.returncode}: {last:.200}")
         return _printed_reward(out)
 
+    def close(self) -> None:
+        for group in tuple(self._running):
+            _kill(group)
+
+
+def _environment(url: str, key: str) -> dict[str, str]:
+    """Return the variables of a program: those of the trainer without its ranks, and no proxy for the endpoint."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    no_proxy = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
+    ours = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
+    return {**kept, **ours, "no_proxy": no_proxy, "NO_PROXY": no_proxy}
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
 
 def _printed_reward(out: str) -> Any:
     """Return the reward in the last line, None if there is none."""
     lines = out.strip().splitlines()
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(lines[-1]) if lines else None
-        return found if isinstance(found, int | float | dict) else None
+        return found if isinstance(found, int | float | dict) and not isinstance(found, bool) else None
     return None

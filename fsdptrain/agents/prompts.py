@@ -2,7 +2,6 @@
 
 import json
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.agents.calls import CallError, ModelCall, ToolCall
 from fsdptrain.agents.record import AnsweredCall, Conversation, Record, conversation_of
+from fsdptrain.agents.wire import template_call
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import template_reason
@@ -35,8 +35,8 @@ class CallRenderer:
         if call.token_ids is not None:
             return list(call.token_ids), record.continued_by_tokens(call.token_ids), None
         assert call.text is not None
-        if (earlier := record.continued_by_text(call.text)) is not None:
-            return [*earlier.token_ids, *self._tokenize(call.text[len(earlier.text) :])], earlier, None
+        if (parent := record.continued_by_text(call.text)) is not None:
+            return [*parent.token_ids, *self._tokenize(call.text[len(parent.text) :])], parent, None
         return list(self.tokenizer(call.text)["input_ids"]), None, None
 
     def _of_messages(
@@ -46,11 +46,15 @@ class CallRenderer:
         if not self.data.apply_chat_template:
             raise CallError(400, "chat needs a chat template, which --no-apply-chat-template turns off")
         conversation = conversation_of(call.messages, call.tools)
-        earlier, length = record.continued_by(conversation)
+        parent, length = record.continued_by(conversation)
         try:
-            if earlier is not None:
-                new = self._turns.between(call.messages[length - 1 :], last_token=earlier.token_ids[-1])
-                return [*earlier.token_ids, *new], earlier, conversation
+            if parent is not None:
+                ids = parent.token_ids
+                return (
+                    [*ids, *self._turns.between(call.messages[length - 1 :], last_token=ids[-1])],
+                    parent,
+                    conversation,
+                )
             ids = self._tokenize(self._render(call))
         except DataError as error:
             raise CallError(400, str(error), param="messages") from error
@@ -72,6 +76,10 @@ class CallRenderer:
     def text_of(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def whole_text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text with special tokens: only a text that has them too continues their tokens."""
+        return str(self.tokenizer.decode(list(token_ids)))
+
     def until_stop(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str, bool]:
         """Cut a response at the first of the texts `stop`. Returns the number of tokens, the text, and whether it was
         cut: the tokens end with the one that completes the stop text, which the text does not contain."""
@@ -89,57 +97,59 @@ class CallRenderer:
         return low, text[: min(places)], True
 
     def tool_calls_of(
-        self, text: str, token_ids: Sequence[int], call: ModelCall, prompt_ids: Sequence[int]
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        call: ModelCall,
+        prompt_ids: Sequence[int],
+        *,
+        number: tuple[int, int],
     ) -> tuple[str, list[ToolCall]]:
-        """Return the content of a response without its tool calls, and these.
+        """Return the content of a response without its tool calls, and these. Their ids are made from `number`.
 
         Reads the format of the tokenizer's `response_template` if it has one, else <tool_call>{JSON}</tool_call>.
         """
         if not call.tools:
             return text, []
         if getattr(self.tokenizer, "response_template", None) is not None:
-            return self._parsed(text, token_ids, call, prompt_ids)
-        calls = [found for match in _TOOL_CALL.finditer(text) if (found := _read(match[1])) is not None]
-        return (_TOOL_CALL.sub("", text).strip() if calls else text), calls
+            content, calls = self._parsed(text, token_ids, call, prompt_ids)
+        else:
+            content = _TOOL_CALL.sub("", text).strip()
+            calls = [found for match in _TOOL_CALL.finditer(text) if (found := _read(match[1])) is not None]
+        if not calls:
+            return text, []
+        ids = [f"{number[0]:05d}{number[1]:02d}{i:02d}" for i in range(len(calls))]  # Mistral needs 9 letters or digits
+        return content, [ToolCall(id_, *found) for id_, found in zip(ids, calls, strict=True)]
 
     def _parsed(
         self, text: str, token_ids: Sequence[int], call: ModelCall, prompt_ids: Sequence[int]
-    ) -> tuple[str, list[ToolCall]]:
+    ) -> tuple[str, list[tuple[str, str]]]:
         tokenizer: Any = self.tokenizer
         try:
             message = tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids), tools=list(call.tools))
         except Exception:  # noqa: BLE001  # of a response that does not fit the format
             return text, []
         calls = [
-            tool_call(found["function"]["name"], found["function"]["arguments"])
+            (found["function"]["name"], _as_json(found["function"]["arguments"]))
             for found in message.get("tool_calls") or ()
         ]
-        return (str(message.get("content") or "") if calls else text), calls
+        return str(message.get("content") or ""), calls
 
 
-def tool_call(name: str, arguments: Any) -> ToolCall:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, text)
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _read(text: str) -> ToolCall | None:
+def _read(text: str) -> tuple[str, str] | None:
+    """Return the name and the arguments of a call in JSON, None if it is none."""
     try:
         found = json.loads(text)
-        return tool_call(str(found["name"]), found.get("arguments", {}))
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return str(found["name"]), _as_json(found.get("arguments", {}))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
 def assistant_message(content: str, calls: Sequence[ToolCall]) -> Mapping[str, Any]:
     """Return the model's message in the form of `ModelCall.messages`."""
-    if not calls:
-        return {"role": "assistant", "content": content}
-    tools = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _loaded(c)}} for c in calls]
-    return {"role": "assistant", "content": content, "tool_calls": tools}
-
-
-def _loaded(call: ToolCall) -> Any:
-    try:
-        return json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
+    message = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": [template_call(c.id, c.name, c.arguments) for c in calls]} if calls else message

@@ -10,8 +10,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.types import Completion, Prompt, Sample
 
@@ -20,36 +18,50 @@ Conversation = tuple[Hashable, ...]
 
 @dataclass(eq=False, frozen=True)
 class AnsweredCall:
-    """A call with its response. Token fields cover the whole path: earlier calls, this prompt, this response."""
+    """A call with its response."""
 
-    earlier: "AnsweredCall | None"
-    token_ids: list[int]  # (L,)
-    response_start: int  # index of the first token of this response
-    logprobs: list[float]  # of the response
-    versions: list[int]  # of the response
-    routes: Tensor | None
+    parent: "AnsweredCall | None"  # the call that it continues
+    number: tuple[int, int]  # order of the calls of an episode, and of the responses to one call
+    start: int  # tokens of the path before this call
+    prompt_ids: list[int]  # those that this call adds
+    completion: Completion
     truncated: bool  # by the limit of the run, not of the request
-    text: str  # of the path, for calls that continue a text
+    text: str = ""  # of the path, for calls that continue a text
 
     @property
     def path(self) -> "list[AnsweredCall]":
         """This call and those that it continues, first call first."""
-        return [*(self.earlier.path if self.earlier else ()), self]
+        path: list[AnsweredCall] = []
+        call: AnsweredCall | None = self
+        while call is not None:
+            path.append(call)
+            call = call.parent
+        return path[::-1]
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens of the first call of the path."""
-        return self.path[0].response_start
+    def token_ids(self) -> list[int]:
+        """All tokens of the path, with this response."""
+        return [token for call in self.path for token in (*call.prompt_ids, *call.completion.token_ids)]
+
+    @property
+    def response_start(self) -> int:
+        """Index of the first token of this response in the path."""
+        return self.start + len(self.prompt_ids)
+
+    @property
+    def end(self) -> int:
+        return self.response_start + len(self.completion.token_ids)
 
 
 @dataclass(eq=False)
 class Record:
-    """The answered calls of an episode, in the order of their answers."""
+    """The answered calls of an episode."""
 
     calls: list[AnsweredCall] = field(default_factory=list)
     _by_conversation: dict[Conversation, AnsweredCall] = field(default_factory=dict)
 
     def add(self, call: AnsweredCall, conversation: Conversation | None) -> None:
+        """conversation: of the call and its response"""
         self.calls.append(call)
         if conversation is not None:
             self._by_conversation.setdefault(conversation, call)
@@ -63,18 +75,20 @@ class Record:
 
     def continued_by_tokens(self, token_ids: Sequence[int]) -> AnsweredCall | None:
         """Return the longest call whose tokens `token_ids` begin with."""
-        found = [call for call in self.calls if list(token_ids[: len(call.token_ids)]) == call.token_ids]
-        return max(found, key=lambda call: len(call.token_ids), default=None)
+        for call in sorted(self.calls, key=lambda call: -call.end):
+            if call.end <= len(token_ids) and call.token_ids == list(token_ids[: call.end]):
+                return call
+        return None
 
     def continued_by_text(self, text: str) -> AnsweredCall | None:
         """Return the longest call whose text `text` begins with."""
-        found = [call for call in self.calls if call.text and text.startswith(call.text)]
-        return max(found, key=lambda call: len(call.text), default=None)
+        matching = [call for call in self.calls if call.text and text.startswith(call.text)]
+        return max(matching, key=lambda call: len(call.text), default=None)
 
     def sequences(self) -> list[list[AnsweredCall]]:
         """Return the paths that nothing continues, in the order of their last calls."""
-        continued = {id(call.earlier) for call in self.calls}
-        return [call.path for call in self.calls if id(call) not in continued]
+        continued = {id(call.parent) for call in self.calls}
+        return [call.path for call in sorted(self.calls, key=lambda call: call.number) if id(call) not in continued]
 
 
 def conversation_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Conversation:
@@ -93,22 +107,6 @@ def _message_key(message: Mapping[str, Any]) -> Hashable:
     return "assistant", content.strip(), tuple((c["name"], json.dumps(c["arguments"], sort_keys=True)) for c in calls)
 
 
-def answered(
-    completion: Completion, *, prompt_ids: Sequence[int], earlier: AnsweredCall | None, truncated: bool, text: str
-) -> AnsweredCall:
-    """Build the record of a call. prompt_ids: of the whole path."""
-    return AnsweredCall(
-        earlier,
-        [*prompt_ids, *completion.token_ids],
-        len(prompt_ids),
-        completion.logprobs,
-        completion.token_versions,
-        completion.routes,
-        truncated,
-        text,
-    )
-
-
 def samples_of(prompt: Prompt, record: Record) -> list[Sample]:
     """Return the sequences of an episode, without reward. An episode without calls has its prompt alone, untrained."""
     trained: set[int] = set()
@@ -121,22 +119,22 @@ def samples_of(prompt: Prompt, record: Record) -> list[Sample]:
 
 def _sample(prompt: Prompt, path: Sequence[AnsweredCall], trained: set[int]) -> Sample:
     """Build the sample of a path. Adds its calls to `trained`; those that are in it already have no loss."""
-    ids = path[-1].token_ids
-    mask, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [path[0].versions[0]] * len(ids)
+    count, first = path[-1].end, path[0].completion.policy_version
+    mask, logprobs, versions = [False] * count, [0.0] * count, [first] * count
     for call in path:
-        part = slice(call.response_start, len(call.token_ids))
-        versions[part] = call.versions
+        part = slice(call.response_start, call.end)
+        versions[part] = call.completion.token_versions
         if id(call) not in trained:
-            mask[part] = [True] * len(call.logprobs)
-            logprobs[part] = call.logprobs
+            mask[part] = [True] * len(call.completion.logprobs)
+            logprobs[part] = call.completion.logprobs
     trained.update(map(id, path))
     return Sample(
         group_id=prompt.id,
-        token_ids=ids,
+        token_ids=path[-1].token_ids,
         loss_mask=mask,
         rollout_logprobs=logprobs,
-        policy_version=versions[0],
+        policy_version=first,
         versions=versions if len(set(versions)) > 1 else None,
         truncated=any(call.truncated for call in path),
-        routes=sample_routes([call.routes for call in path], len(ids)),
+        routes=sample_routes([call.completion.routes for call in path], count),
     )

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,12 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.agents.calls import Answer, CallError, Choice, ModelCall
 from fsdptrain.agents.endpoint import Endpoint
 from fsdptrain.agents.generation import Generation, generation_with
-from fsdptrain.agents.harness import MODEL, AsyncFunction, Command, Harness
+from fsdptrain.agents.harness import MODEL, AgentError, AsyncFunction, Command, Harness
 from fsdptrain.agents.prompts import CallRenderer, assistant_message
-from fsdptrain.agents.record import Record, answered, conversation_of, samples_of
+from fsdptrain.agents.record import AnsweredCall, Conversation, Record, conversation_of, samples_of
 from fsdptrain.config import Config, EnvironmentConfig
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError, describe
+from fsdptrain.model.loading.meta import model_config, resolve_checkpoint
 from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.values import to_result
@@ -31,6 +33,7 @@ from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
 from fsdptrain.trainer.samples.single_turn import GenerationRound
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams
+from fsdptrain.vllm.config import VllmConfig
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class AgentEpisode:
     done: bool = False  # the agent has ended by itself
     error: str | None = None
     num_calls: int = 0
+    last_call: tuple[int, int] = (-1, 0)  # of `response`
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
     def set_reward(self, reward: Any) -> None:
@@ -61,6 +65,13 @@ class AgentEpisode:
         result = to_result(reward)
         if result.reward is not None:
             self.rewards = {**result.rewards, "reward": result.reward}
+
+    def add(
+        self, call: AnsweredCall, conversation: Conversation | None, messages: list[Message], response: str
+    ) -> None:
+        self.record.add(call, conversation)
+        if call.number > self.last_call:
+            self.last_call, self.messages, self.response = call.number, messages, response
 
     def fail(self, reason: str) -> None:
         self.error = self.error or f"--environment: {reason}"
@@ -71,12 +82,20 @@ class OpenEpisodes:
 
     model = MODEL
 
-    def __init__(self, renderer: CallRenderer, *, max_prompt_len: int) -> None:
+    def __init__(
+        self, renderer: CallRenderer, *, max_prompt_len: int, max_positions: int | None, vocab_size: int
+    ) -> None:
+        """
+        max_positions: of the model or the engine, None: no limit [tokens]
+        vocab_size: of the model
+        """
         self.renderer = renderer
         self.max_prompt_len = max_prompt_len
+        self.max_positions = max_positions
+        self.vocab_size = vocab_size
         self._open: dict[str, AgentEpisode] = {}
         self._lock = threading.Lock()  # of `_open` and of what calls add to episodes
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def open(self, episode: AgentEpisode) -> None:
         with self._lock:
@@ -106,23 +125,16 @@ class OpenEpisodes:
             raise
 
     async def _answer(self, episode: AgentEpisode, call: ModelCall, number: int) -> Answer:
-        prompt_ids, earlier, conversation = self.renderer.prompt_of(call, episode.record)
-        num_first = earlier.num_prompt_tokens if earlier else len(prompt_ids)
-        if num_first > self.max_prompt_len:
-            limit = f"--rollout-max-prompt-len {self.max_prompt_len}"
-            raise _too_long(f"the prompt has {num_first} tokens, more than {limit}")
-        left = episode.sampling.max_tokens - (len(prompt_ids) - num_first)
-        if left < 1:
-            limit = f"--rollout-max-response-len {episode.sampling.max_tokens}"
-            raise _too_long(f"the conversation has {len(prompt_ids) - num_first} tokens after its prompt, {limit}")
+        prompt_ids, parent, conversation = self.renderer.prompt_of(call, episode.record)
+        remaining = self._remaining(prompt_ids, parent, episode.sampling.max_tokens)
         self._count_other_sampling(episode, call)
-        max_tokens = min(left, call.max_tokens or left)
+        max_tokens = min(remaining, call.max_tokens or remaining)
         name = f"{episode.prompt.id}#{episode.sample_index}@{number}"
-        futures = [
-            episode.generation.submit(Prompt(f"{name}.{i}", prompt_ids, "", max_tokens=max_tokens), episode.sampling)
-            for i in range(call.num_choices)
-        ]
+        futures: list[Future[Completion]] = []
         try:
+            for index in range(call.num_choices):
+                prompt = Prompt(f"{name}.{index}", prompt_ids, "", max_tokens=max_tokens)
+                futures.append(episode.generation.submit(prompt, episode.sampling))
             completions = await asyncio.gather(*map(asyncio.wrap_future, futures))
         except RolloutError as error:
             raise CallError(500, str(error)) from error
@@ -130,27 +142,46 @@ class OpenEpisodes:
             for future in futures:
                 future.cancel()
         cut = [self._cut(completion, call, max_tokens) for completion in completions]
-        choices = [self._choice(*row, call, prompt_ids) for row in cut]
+        choices = [self._choice(*row, call, prompt_ids, (number, i)) for i, row in enumerate(cut)]
         with self._lock:
             if self._open.get(episode.key) is not episode:
                 raise CallError(401, "the episode has ended")
-            for choice, (completion, text) in zip(choices, cut, strict=True):
+            start = parent.end if parent else 0
+            for index, (choice, (completion, text)) in enumerate(zip(choices, cut, strict=True)):
                 message = assistant_message(choice.content, choice.tool_calls)
-                episode.record.add(
-                    answered(
-                        completion,
-                        prompt_ids=prompt_ids,
-                        earlier=earlier,
-                        truncated=choice.finish_reason == "length" and max_tokens == left,
-                        text="" if call.text is None else call.text + text,
-                    ),
-                    None if conversation is None else (*conversation, *conversation_of([message], ())[1:]),
+                answered = AnsweredCall(
+                    parent,
+                    (number, index),
+                    start,
+                    prompt_ids[start:],
+                    completion,
+                    truncated=choice.finish_reason == "length" and max_tokens == remaining,
+                    text="" if call.text is None else call.text + self.renderer.whole_text_of(completion.token_ids),
                 )
-                episode.messages, episode.response = [*(call.messages or ()), message], text
+                key = None if conversation is None else (*conversation, *conversation_of([message], ())[1:])
+                episode.add(answered, key, [*(call.messages or ()), message], text)
             episode.counts["calls"] += 1
-            kind = "continued_calls" if earlier else "new_sequences"
-            episode.counts[kind] += len(episode.record.calls) > call.num_choices
+            episode.counts["continued_calls"] += parent is not None
         return Answer(prompt_ids, choices)
+
+    def _remaining(self, prompt_ids: Sequence[int], parent: AnsweredCall | None, max_tokens: int) -> int:
+        """Return how many tokens may follow. Raises CallError for a prompt that the model cannot take."""
+        if not prompt_ids or not all(0 <= token < self.vocab_size for token in prompt_ids):
+            what = f"has token ids outside 0 to {self.vocab_size - 1}" if prompt_ids else "has no tokens"
+            raise CallError(400, f"the prompt {what}", param="prompt")
+        num_first = parent.path[0].response_start if parent else len(prompt_ids)
+        if num_first > self.max_prompt_len:
+            limit = f"--rollout-max-prompt-len {self.max_prompt_len}"
+            raise _too_long(f"the prompt has {num_first} tokens, more than {limit}")
+        remaining = max_tokens - (len(prompt_ids) - num_first)
+        if remaining < 1:
+            limit = f"--rollout-max-response-len {max_tokens}"
+            raise _too_long(f"the conversation has {len(prompt_ids) - num_first} tokens after its prompt, {limit}")
+        if self.max_positions is not None:
+            remaining = min(remaining, self.max_positions - len(prompt_ids))
+            if remaining < 1:
+                raise _too_long(f"the prompt has {len(prompt_ids)} tokens, the model {self.max_positions} positions")
+        return remaining
 
     def _episode(self, key: str) -> AgentEpisode:
         try:
@@ -175,8 +206,15 @@ class OpenEpisodes:
         )
         return cut, text
 
-    def _choice(self, completion: Completion, text: str, call: ModelCall, prompt_ids: Sequence[int]) -> Choice:
-        content, tool_calls = self.renderer.tool_calls_of(text, completion.token_ids, call, prompt_ids)
+    def _choice(
+        self,
+        completion: Completion,
+        text: str,
+        call: ModelCall,
+        prompt_ids: Sequence[int],
+        number: tuple[int, int],
+    ) -> Choice:
+        content, tool_calls = self.renderer.tool_calls_of(text, completion.token_ids, call, prompt_ids, number=number)
         is_call = tool_calls and completion.finish_reason == "stop"
         return Choice(
             text=text,
@@ -189,12 +227,12 @@ class OpenEpisodes:
         )
 
     def _count_other_sampling(self, episode: AgentEpisode, call: ModelCall) -> None:
-        """Requests cannot change the distribution that tokens are trained under. Say so once per parameter."""
+        """Requests cannot change the distribution that tokens are trained under. Warn once per parameter."""
         other = {n: v for n, v in call.sampling.items() if v != getattr(episode.sampling, n, v)}
         episode.counts["other_sampling"] += bool(other)
-        for name in other.keys() - self._told:
-            self._told.add(name)
-            line = "the agent asks for %s=%g, and gets that of the run, %g: training needs its distribution"
+        for name in other.keys() - self._warned:
+            self._warned.add(name)
+            line = "an agent requests %s=%g; the value of the run, %g, is used, because training needs its distribution"
             log.warning(line, name, other[name], getattr(episode.sampling, name))
 
 
@@ -208,6 +246,7 @@ class AgentSampler:
 
     engine: RolloutEngine
     harness: Harness
+    time_limit: float  # of all episodes of a rollout [s]
     episodes: OpenEpisodes
     endpoint: Endpoint
     reward: ParallelReward
@@ -218,6 +257,7 @@ class AgentSampler:
     _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # see SingleTurn
 
     def close(self) -> None:
+        self.harness.close()
         self.endpoint.close()
 
     def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
@@ -245,9 +285,11 @@ class AgentSampler:
         with agreed:
             with watch("generate"):
                 self._run(episodes, generation)
-            with watch("reward"), self._one_at_a_time:
+            with self._one_at_a_time, watch("reward"):
                 results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
             samples = [_sample(*row) for row in zip(episodes, results.results, strict=True)]
+            for episode, sample in zip(episodes, samples, strict=True):
+                episode.counts["new_sequences"] = len(sample.others)
             return GenerationRound(
                 samples=samples,
                 prompts=[episode.prompt for episode in episodes],
@@ -260,26 +302,44 @@ class AgentSampler:
         """Run all episodes. The engine works on this thread if it needs to."""
         if not episodes:
             return
-        runner = ThreadPoolExecutor(1, thread_name_prefix="episodes")
-        ended = runner.submit(self.threads.run, [partial(self._run_episode, episode) for episode in episodes])
+        deadline, cancelled = time.monotonic() + self.time_limit, threading.Event()
+        ended: Future[list[Exception | None]] = Future()
+        calls = [partial(self._run_episode, episode, deadline, cancelled) for episode in episodes]
+
+        def run() -> None:
+            try:
+                ended.set_result(self.threads.run(calls))
+            except BaseException as error:  # noqa: BLE001  # the thread that waits raises it
+                ended.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="episodes").start()
         try:
-            generation.run_until(ended)  # type: ignore[arg-type]
+            generation.run_until(ended)
             for episode, result in zip(episodes, ended.result(), strict=True):
                 if isinstance(result, Exception):
                     episode.fail(self._reason(result))
                 elif not episode.record.calls:
                     episode.fail("the agent made no model call")
         finally:
+            cancelled.set()
+            generation.close()
             for episode in episodes:
                 self.episodes.close(episode)
                 episode.counts["failed_episodes"] = int(episode.error is not None)
-            runner.shutdown(wait=False, cancel_futures=True)
 
-    def _run_episode(self, episode: AgentEpisode) -> None:
+    def _run_episode(self, episode: AgentEpisode, deadline: float, cancelled: threading.Event) -> None:
+        remaining = deadline - time.monotonic()
+        if cancelled.is_set() or remaining <= 0:
+            raise AgentError(
+                f"the episodes of the rollout took {self.time_limit:g} s, half of --dist-timeout: raise it, or "
+                "--environment-workers"
+            )
         self.episodes.open(episode)
         try:
-            reward = self.harness(episode.prompt, url=self.endpoint.url, key=episode.key, timeout=self.timeout)
-            episode.set_reward(reward)
+            timeout = min(self.timeout, remaining)
+            reward = self.harness(episode.prompt, url=self.endpoint.url, key=episode.key, timeout=timeout)
+            if episode.rewards is None:  # else the agent has posted one
+                episode.set_reward(reward)
             episode.done = True
         finally:
             self.episodes.close(episode)
@@ -314,9 +374,21 @@ def build_agent_sampler(
     reads_environment: bool,
 ) -> AgentSampler:
     """Start the endpoint of a run with an agent. Raises ConfigError for options that agents do not support."""
-    _check(config)
+    _check(config, engine)
     timeout = config.environment.episode_timeout or config.launch.dist_timeout / 3
-    episodes = OpenEpisodes(CallRenderer(tokenizer, config.data), max_prompt_len=config.prompt_budget)
+    model = model_config(
+        resolve_checkpoint(config.model.hf_checkpoint), trust_remote_code=config.model.trust_remote_code
+    ).get_text_config(decoder=True)
+    limits = [
+        getattr(model, "max_position_embeddings", None),
+        config.section(VllmConfig).engine_args.get("max_model_len"),
+    ]
+    episodes = OpenEpisodes(
+        CallRenderer(tokenizer, config.data),
+        max_prompt_len=config.prompt_budget,
+        max_positions=min((limit for limit in limits if limit), default=None),
+        vocab_size=model.vocab_size,
+    )
     return AgentSampler(
         engine=engine,
         harness=Command(agent.command) if agent.function is None else AsyncFunction(agent.function),
@@ -326,11 +398,17 @@ def build_agent_sampler(
         reads_environment=reads_environment,
         threads=StepThreads(num_threads=config.environment.environment_workers, timeout=timeout + GRACE_S),
         timeout=timeout,
+        time_limit=config.launch.dist_timeout / 2,
         tokenizer=tokenizer,
     )
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, engine: RolloutEngine) -> None:
+    if getattr(engine, "is_collective", False):
+        raise ConfigError(
+            "--rollout-engine-args tensor_parallel_size > 1 makes ranks generate together, which agents do not: "
+            "use --rollout-engine vllm-server, or remove it"
+        )
     defaults = EnvironmentConfig()
     for name in ("max_turns", "max_observation_len", "environment_timeout"):
         if getattr(config.environment, name) != getattr(defaults, name):

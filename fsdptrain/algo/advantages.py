@@ -92,7 +92,7 @@ def _of_group(members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
 
 
 def estimated(rewards: Sequence[float], members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
-    advantages = rule.estimate(rewards, [sum(member.loss_mask) for member in members])
+    advantages = rule.estimate(rewards, [sum(sum(s.loss_mask) for s in member.sequences) for member in members])
     return divide_by_group_std(advantages, rewards) if rule.scale == "group" else list(advantages)
 
 

@@ -29,7 +29,7 @@ def sample_routes(reported: Sequence[Tensor | None], length: int) -> Tensor | No
 
 def check_routes(samples: Sequence[Sample]) -> None:
     """Raise RolloutError if a sample has no routes."""
-    without = sum(sample.routes is None for sample in samples)
+    without = sum(sample.routes is None and any(sample.loss_mask) for sample in samples)
     if without:
         raise RolloutError(
             f"--router-replay rollout: the engine reported no routes for {without} of {len(samples)} samples; use "

@@ -89,9 +89,7 @@ def make_batches(
 def all_sequences(samples: Sequence[Sample]) -> list[Sample]:
     """Return every sequence of every episode, with the advantage of its episode."""
     return [
-        replace(sequence, advantage=sample.advantage, others=())
-        for sample in samples
-        for sequence in (sample, *sample.others)
+        replace(sequence, advantage=sample.advantage, others=()) for sample in samples for sequence in sample.sequences
     ]
 
 

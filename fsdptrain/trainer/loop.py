@@ -172,12 +172,12 @@ class TrainingLoop:
         return replace(rollout, samples=kept, num_dropped=dropped)
 
     def _pack(self, rollout: RolloutBatch) -> list[StepBatches]:
-        samples = rollout.samples
+        samples = all_sequences(rollout.samples)
         if self._config.shaping.mask_truncated:
             from fsdptrain.algo.shaping import without_truncated
 
             samples = without_truncated(samples)
-        steps = make_batches(all_sequences(samples), self._rules, rollout=self.step, images=rollout.images)
+        steps = make_batches(samples, self._rules, rollout=self.step, images=rollout.images)
         if not steps:
             raise DataError(self._why_nothing_is_left(rollout))
         return steps

@@ -57,7 +57,7 @@ def sample_metrics(rollout_batch: RolloutBatch, reward_names: RewardNames, advan
             "dropped": rollout_batch.num_dropped,
             "unscored": rollout_batch.results.num_unscored if rollout_batch.results else 0,
             "made": len(rollout_batch.results.results) if rollout_batch.results else 0,
-            "tokens": sum(len(s.token_ids) for sample in samples for s in (sample, *sample.others)),
+            "tokens": sum(len(s.token_ids) for sample in samples for s in sample.sequences),
             **{_reward(name): math.fsum(sample.rewards.get(name, 0.0) for sample in scored) for name in names},
         }
     )

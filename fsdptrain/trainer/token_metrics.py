@@ -28,7 +28,8 @@ def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
     """
     ages = [
         step - version
-        for sample in samples
+        for episode in samples
+        for sample in episode.sequences
         for version, own in zip(
             sample.versions or [sample.policy_version] * len(sample.loss_mask), sample.loss_mask, strict=True
         )

@@ -74,6 +74,11 @@ class VLLMEngine:
         self._num_steps = 0  # of the current `generate`
         self._step, self._llm.llm_engine.step = self._llm.llm_engine.step, self._checked_step
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether `generate` waits for other ranks."""
+        return self._ranks is not None
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load the tensors of a checkpoint, by the names of its files, layer by layer; reset the prefix cache."""
         self._has_weights = False  # also after half an update

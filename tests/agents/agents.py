@@ -3,9 +3,9 @@
 import asyncio
 import time
 
-from fsdptrain.types import Prompt
+from openai import BadRequestError
 
-SAMPLED = "letters"
+from fsdptrain.types import Prompt
 
 
 async def two_turns(client, prompt: Prompt) -> dict[str, float]:
@@ -47,3 +47,15 @@ async def unreliable(client, prompt: Prompt) -> float:
     if case == 4:
         return "much"  # type: ignore[return-value]
     return float(case)
+
+
+async def rude(client, prompt: Prompt) -> float:
+    """Calls that the engine cannot take are refused, each alone."""
+    for text in ([10**6], "", "a" * 100, [-1]):
+        try:
+            await client.completions.create(model="any", prompt=text, max_tokens=4)
+        except BadRequestError:
+            continue
+        raise AssertionError(text)
+    reply = await client.completions.create(model="any", prompt="a", max_tokens=4, temperature=0.3)
+    return float(len(reply.choices[0].text))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fsdptrain.agents.calls import CallError, ModelCall
 from fsdptrain.agents.prompts import CallRenderer, assistant_message
-from fsdptrain.agents.record import Record, answered, conversation_of, samples_of
+from fsdptrain.agents.record import AnsweredCall, Record, conversation_of, samples_of
 from fsdptrain.config import DataConfig
 from fsdptrain.types import Completion, Prompt
 from tests.testing import tiny_tokenizer
@@ -30,16 +30,19 @@ class Agent:
 
     def call(self, messages=None, tokens=(65, END), **fields):
         call = ModelCall(messages=messages, **fields)
-        ids, earlier, conversation = self.renderer.prompt_of(call, self.record)
+        ids, parent, conversation = self.renderer.prompt_of(call, self.record)
         text = self.renderer.text_of(tokens)
-        content, tools = self.renderer.tool_calls_of(text, tokens, call, ids)
+        number = (len(self.record.calls), 0)
+        content, tools = self.renderer.tool_calls_of(text, tokens, call, ids, number=number)
         message = assistant_message(content, tools)
         logprobs = [-1.0 - self.num_sampled - i for i in range(len(tokens))]  # all different: they name the tokens
         self.num_sampled += len(tokens)
         completion = Completion("c", list(tokens), logprobs, "stop", 0)
-        path_text = "" if call.text is None else call.text + text
+        path_text = "" if call.text is None else call.text + self.renderer.whole_text_of(tokens)
+        start = parent.end if parent else 0
+        assert parent is None or parent.token_ids == ids[:start]
         self.record.add(
-            answered(completion, prompt_ids=ids, earlier=earlier, truncated=False, text=path_text),
+            AnsweredCall(parent, number, start, ids[start:], completion, truncated=False, text=path_text),
             None if conversation is None else (*conversation, *conversation_of([message], ())[1:]),
         )
         return message, ids
@@ -161,3 +164,34 @@ def test_a_response_is_cut_at_a_stop_text_after_the_token_that_completes_it():
 def test_an_episode_without_calls_has_nothing_to_train():
     [sample] = samples_of(PROMPT, Record())
     assert (sample.token_ids, sample.loss_mask) == ([7, 8], [False, False])
+
+
+def test_a_text_after_an_end_or_a_stop_text_is_continued_only_if_it_has_them():
+    agent = Agent(apply_chat_template=False)
+    agent.call(text="Q ", tokens=[*TOKENIZER("think\nObservation:")["input_ids"]])  # cut after its stop text
+    agent.call(text="Q think\nObservation: 42", tokens=[65, END])
+    assert len(agent.samples()) == 1
+    said = agent.renderer.text_of([65])
+    agent.call(text=f"Q think\nObservation: 42{said} more", tokens=[66])  # without the sampled end
+    assert len(agent.samples()) == 2
+
+
+def test_a_long_episode_is_one_sequence_and_keeps_each_token_once():
+    agent, messages = Agent(), []
+    for index in range(1200):
+        messages = [*messages, user(str(index))]
+        message, _ = agent.call(messages, [65, END])
+        messages = [*messages, message]
+    [sample] = agent.samples()
+    assert sum(sample.loss_mask) == 2400
+    assert sum(len(call.prompt_ids) + 2 for call in agent.record.calls) == len(sample.token_ids)
+
+
+def test_the_order_of_sequences_is_that_of_the_calls_not_of_their_answers():
+    def call(number: int, token: int) -> AnsweredCall:
+        return AnsweredCall(None, (number, 0), 0, [1], Completion("c", [token], [-1.0], "stop", 0), truncated=False)
+
+    record = Record()
+    for number, token in ((1, 66), (0, 65)):
+        record.add(call(number, token), None)
+    assert [sample.token_ids for sample in samples_of(PROMPT, record)] == [[1, 65], [1, 66]]

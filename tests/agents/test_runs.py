@@ -71,7 +71,7 @@ def test_parallel_calls_and_choices_are_sequences_of_one_episode(model: Path, tm
     rows, _ = run(model, tmp_path, "--environment", f"{AGENTS}:parallel")
     for row in trained(rows):
         assert row["agent/calls"] == 3 * 16
-        assert row["agent/new_sequences"] == 2 * 16
+        assert row["agent/new_sequences"] == 3 * 16
         assert row["mismatch/abs_max"] < 1e-4
 
 
@@ -90,6 +90,14 @@ def test_an_episode_that_hangs_or_fails_is_unscored_alone(model: Path, tmp_path:
     assert "SystemExit: enough" in errors[3]
     assert "'much', which is not a number" in errors[4]
     assert [sample["reward"] for sample in shown[10:]] == [5.0, 5.0, 6.0, 6.0]
+
+
+def test_calls_that_no_engine_can_take_are_refused_and_end_nothing(model: Path, tmp_path: Path) -> None:
+    rows, _ = run(model, tmp_path, "--environment", f"{AGENTS}:rude", "--rollout-max-prompt-len", "60")
+    for row in trained(rows):
+        assert row["agent/refused_calls"] == 3 * 16  # and -1 before it reached the episode
+        assert row["agent/other_sampling"] == 16
+        assert row["agent/failed_episodes"] == 0
 
 
 @pytest.mark.parametrize("how", ["prints", "posts"])

@@ -153,7 +153,7 @@ def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong_sample
     If `overlong_samples` is "error", raises ConfigError instead of dropping samples.
     """
     if overlong_samples == "error":
-        check_lengths([len(s.token_ids) for sample in samples for s in (sample, *sample.others)], max_tokens=max_tokens)
+        check_lengths([len(s.token_ids) for sample in samples for s in sample.sequences], max_tokens=max_tokens)
 
     def fits(sample: Sample) -> bool:
         return len(sample.token_ids) <= max_tokens
@@ -163,7 +163,7 @@ def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong_sample
 
 
 def _num_sequences(samples: Sequence[Sample]) -> int:
-    return sum(1 + len(sample.others) for sample in samples)
+    return sum(len(sample.sequences) for sample in samples)
 
 
 def pack(

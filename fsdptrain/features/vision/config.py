@@ -18,7 +18,7 @@ class VisionConfig(Section):
         str | None,
         COLUMN,
         Requires("apply_chat_template", fix="only the template knows how a prompt shows an image"),
-        Excludes("environment"),
+        Excludes("environment", "environment_command"),
         Requires("rollout_engine=auto|hf", fix="use --rollout-engine hf"),
     ] = None
     """Column of the images of a prompt: one or a list of file paths, bytes, or images opened by `datasets`. `<image>`

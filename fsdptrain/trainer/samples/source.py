@@ -120,7 +120,7 @@ class RolloutSource:
             shaped = samples if self.shaping is None else self.shaping.apply(samples)
             samples = assign_advantages(shaped, self.advantages)
             for feature in self.features:
-                feature.check_samples(samples)
+                feature.check_samples([s for sample in samples for s in sample.sequences])
         return RolloutBatch(
             samples=samples,
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),

@@ -149,6 +149,8 @@ class Dispatcher:
 
     async def _watch(self, server: _Server) -> None:
         """Check the health of `server` while requests are out; use it again when it comes back with the weights."""
+        if server.is_up:  # it was at the weight sync
+            await asyncio.sleep(_PROBE_INTERVAL_S)
         while True:
             before = self._expected_tag()
             problem = await self._problem_of(server, before)

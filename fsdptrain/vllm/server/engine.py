@@ -6,6 +6,7 @@ Rank 0 pushes new weights to all servers (fleet.py); every rank generates the co
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -117,7 +118,9 @@ class VLLMServerEngine:
             self._changed.wait_for(lambda: self._is_closed or not self._is_syncing)
             if self._is_closed:
                 raise RolloutError("the engine is closed")
-            dispatcher = self._dispatcher(newest=lambda: self._tag, progress=lambda: None)
+            # calls of one episode go to the same server, which caches their common prefix
+            first = zlib.crc32(prompts[0].id.partition("@")[0].encode()) if len(prompts) == 1 else _rank()
+            dispatcher = self._dispatcher(newest=lambda: self._tag, progress=lambda: None, first=first)
             self._num_in_flight += 1
         try:
             return self._run(dispatcher, prompts, sampling)[0]
@@ -266,9 +269,8 @@ class VLLMServerEngine:
             replacement_timeout=self.replacement_timeout,
             min_servers=self._min_servers,
             request_timeout=self.request_timeout,
-            first=dist.get_rank() if dist.is_initialized() else 0,
             check=self.fleet.raise_if_unrecoverable if self.fleet else lambda: None,
-            **{"progress": self._show_progress, **options},
+            **{"progress": self._show_progress, "first": _rank(), **options},
         )
 
     def _show_progress(self) -> None:
@@ -285,6 +287,10 @@ class VLLMServerEngine:
                 self._stacks.dump()  # in flight they are not armed
                 self._stacks.point_out(error)
             raise
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _completion(prompt: Prompt, generation: Generation, *, with_routes: bool) -> Completion:
