@@ -254,11 +254,9 @@ def test_the_patience_counts_a_hang_while_others_answer(monkeypatch: pytest.Monk
 
 
 def test_a_hang_in_one_process_counts_while_another_answers() -> None:
-    with (
-        pool(sleeps, timeout=SHORT, patience=3 * SHORT) as rewards,
-        pytest.raises(RolloutError, match=r"took 2 s, .* 1.5 s for that"),
-    ):
-        scores(rewards, (["600"] + ["0.05"] * 9) * 8)
+    with pool(sleeps, timeout=SHORT) as rewards:
+        scores(rewards, ["600"] + ["0.05"] * 20)
+        assert rewards._patience.lost >= SHORT / 2
 
 
 def test_a_process_that_started_between_rollouts_costs_no_time() -> None:
