@@ -10,6 +10,7 @@ The names `responses` and `completions` select the last two. All may be async.
 """
 
 import inspect
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +63,7 @@ class RewardCalls:
     @property
     def late(self) -> str:
         """Why a sample is unscored whose call was late."""
-        return f"--reward: no answer within --reward-timeout {self.timeout:g} s"
+        return f"{self.where}: no answer within --reward-timeout {self.timeout:g} s"
 
     def call(self, calls: Sequence[Call]) -> Any:
         args, kwargs = self.arguments(calls)
@@ -72,7 +73,7 @@ class RewardCalls:
         """Score one sample, or all of a batched reward."""
         try:
             value = self.call(calls)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # user code may raise anything; the run continues
+        except (Exception, SystemExit, CancelledError) as error:  # noqa: BLE001  # user code may raise anything; the run continues
             return [reason(error)] * len(calls)
         return self.outcomes(value, len(calls))
 
@@ -94,19 +95,17 @@ class RewardCalls:
             return reason(error)
         if result.reward is not None:
             return result
-        return f"{self.name or 'the reward'} returned None" + ", which means that it cannot score this" * bool(
-            self.name
-        )
+        return f"{self.name or 'the reward'} returned None, which means that it cannot score this"
 
     def _columns(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Any]:
-        """Return the keyword arguments of TRL: messages if the column `prompt` holds messages, else texts."""
-        originals = [prompt.metadata.get("prompt", prompt.text) for prompt in prompts]
+        """Return the keyword arguments of TRL: messages if the prompts in the data are messages, else texts."""
+        originals = [prompt.source or prompt.text for prompt in prompts]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.metadata if name != "prompt")
         columns = {
             **{name: [prompt.metadata.get(name) for prompt in prompts] for name in names},
             "prompts": originals,
             "completions": [
-                [{"role": "assistant", "content": text}] if isinstance(original, list) else text
+                text if isinstance(original, str) else [{"role": "assistant", "content": text}]
                 for original, text in zip(originals, responses, strict=True)
             ],
         }

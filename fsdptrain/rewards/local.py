@@ -41,8 +41,9 @@ class InProcess:
             if self._closed:
                 raise RolloutError(f"{self.reward.where}: the run has ended")
             samples = [calls[index] for index in job]
+            start = time.monotonic()
             scored = self._on_main_thread(samples) if is_main else self._in_thread(samples)
-            patience.record(samples, scored, self.reward.late)
+            patience.record(samples, scored, self.reward.late, time.monotonic() - start)
             outcomes += scored or [self.reward.late] * len(job)
         return outcomes
 
@@ -91,30 +92,35 @@ class EventLoop:
         self.reward = reward
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._rollout = Future[None]()
+        self._rollout: Future[None] | None = None
+        self._changing = threading.RLock()
 
     def close(self) -> None:
         """End the loop. A `run` in another thread raises RolloutError."""
-        self._closed = True
-        self._rollout.cancel()
-        self._abandon()
+        with self._changing:
+            self._closed = True
+            if self._rollout is not None:
+                self._rollout.cancel()
+            self._abandon()
 
     def run(self, calls: Sequence[Call], patience: Patience) -> list[Outcome]:
         """Score the samples, in order. Raises RolloutError if `patience` ends."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run_loop, args=(self._loop,), daemon=True, name="async reward").start()
         outcomes: dict[int, Outcome] = {}
-        self._rollout = asyncio.run_coroutine_threadsafe(self._score(calls, outcomes, patience), self._loop)
-        if self._closed:
-            self.close()
+        with self._changing:
+            if self._closed:
+                raise RolloutError(f"{self.reward.where}: the run has ended")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(self._loop,), daemon=True, name="async reward").start()
+            rollout = asyncio.run_coroutine_threadsafe(self._score(calls, outcomes, patience), self._loop)
+            self._rollout = rollout
         try:
-            while not self._rollout.done():
+            while not rollout.done():
                 num_scored = len(outcomes)
-                wait([self._rollout], self.reward.timeout + GRACE_S)
-                if len(outcomes) == num_scored and not self._rollout.done():
+                wait([rollout], self.reward.timeout + GRACE_S)
+                if len(outcomes) == num_scored and not rollout.done():
                     return self._give_up(calls, dict(outcomes), patience)
-            self._rollout.result()
+            rollout.result()
         except BaseException as error:
             self._abandon()
             if isinstance(error, CancelledError):
@@ -125,7 +131,7 @@ class EventLoop:
     def _give_up(self, calls: Sequence[Call], outcomes: Mapping[int, Outcome], patience: Patience) -> list[Outcome]:
         self._abandon()
         reason = f"{self.reward.late}, because an async call blocks its event loop"
-        patience.lose(reason)
+        patience.lose(reason, self.reward.timeout + GRACE_S)
         return [outcomes.get(index, reason) for index in range(len(calls))]
 
     async def _score(self, calls: Sequence[Call], outcomes: dict[int, Outcome], patience: Patience) -> None:
@@ -138,7 +144,7 @@ class EventLoop:
                 done, _ = await asyncio.wait({task}, timeout=self.reward.timeout)
                 task.cancel()  # if it is late; not awaited, because it may catch the CancelledError
             scored = task.result() if done else None
-            patience.record(samples, scored, self.reward.late)
+            patience.record(samples, scored, self.reward.late, self.reward.timeout / MAX_CONCURRENT)
             outcomes.update(zip(job, scored or [self.reward.late] * len(job), strict=True))
 
         await asyncio.gather(*map(score, self.reward.jobs(range(len(calls)))))
@@ -151,7 +157,8 @@ class EventLoop:
         return self.reward.outcomes(value, len(samples))
 
     def _abandon(self) -> None:
-        loop, self._loop = self._loop, None
+        with self._changing:
+            loop, self._loop = self._loop, None
         if loop is not None:
             asyncio.run_coroutine_threadsafe(_end(), loop)
 

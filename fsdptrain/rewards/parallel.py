@@ -45,6 +45,7 @@ class ParallelReward:
         self._patience = Patience(patience)
         components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
         self._runners: list[Runner] = []
+        self._closed = False
         with ExitStack() as stack:
             stack.callback(self.close)
             for component in components:
@@ -64,6 +65,7 @@ class ParallelReward:
 
     def close(self) -> None:
         """End a `run` of another thread, too."""
+        self._closed = True
         for runner in self._runners:
             runner.close()
 
@@ -83,7 +85,7 @@ class ParallelReward:
             [outcome] = self._run(index, [(prompts[0], "")])
             if isinstance(outcome, str):
                 line = f"{runner.reward.where}, called with the first row and an empty response: {outcome}"
-                if WRONG in outcome:
+                if WRONG in outcome and outcome.removeprefix("TypeError: ").startswith("the reward returned"):
                     raise ConfigError(line)
                 lines.append(f"{line}; a response that cannot be scored is left out of training")
         return lines
@@ -113,8 +115,10 @@ class ParallelReward:
             return runner.run(calls, self._patience)
         except CannotLoadError as error:
             runner.close()
-            self._runners[index] = _without_processes(runner.reward, error)
-            return self._runners[index].run(calls, self._patience)
+            self._runners[index] = runner = _without_processes(runner.reward, error)
+            if self._closed:  # meanwhile
+                runner.close()
+            return runner.run(calls, self._patience)
 
     def _combine(self, results: Sequence[RewardResult]) -> Outcome:
         if not isinstance(self.reward, WeightedSum):
@@ -156,7 +160,7 @@ def _check_signature(runner: Runner, prompt: Prompt) -> None:
 
 
 def build_parallel(config: Config, reward: RewardFunction | WeightedSum) -> ParallelReward:
-    """Start the rewards of a run with --reward-workers, --reward-timeout and half of --dist-timeout."""
+    """Start the rewards of a run with --reward-workers, --reward-timeout and the patience of --dist-timeout."""
     patience, workers = config.reward_patience, config.reward.reward_workers
     return ParallelReward(
         reward,

@@ -8,9 +8,10 @@ from fsdptrain.rewards.calls import Call
 
 
 class Patience:
-    """Real time in one rollout that has ended with a late call, a crash or a restart in place of an answer.
+    """Time of one rollout that late calls, crashes and restarts have taken: the larger of two sums.
 
-    It does not depend on the number of processes: what happens while another call is answered takes no extra time.
+    One is the time that ended with one of them in place of an answer. The other is the sum of their shares: of a call
+    in one of eight processes, an eighth of its time, also while the others answer.
     """
 
     def __init__(self, limit: float) -> None:
@@ -19,32 +20,37 @@ class Patience:
 
     def begin(self) -> None:
         """Begin a rollout."""
-        self.lost = 0.0
-        self._times, self._last = 0, ""
+        self._gaps = self._shares = 0.0
+        self._times, self._last = 0, "a process that was idle had ended"
         self.answered()
+
+    @property
+    def lost(self) -> float:
+        return max(self._gaps, self._shares)
 
     def answered(self) -> None:
         self._since = time.monotonic()
 
-    def record(self, calls: Sequence[Call], scored: object, reason: str) -> None:
-        """Count one call, which was not answered if `scored` is None."""
+    def record(self, calls: Sequence[Call], scored: object, reason: str, share: float) -> None:
+        """Count one call, which was not answered if `scored` is None. `reason` and `share` as in `lose`."""
         if scored is None:
-            self.lose(f"{reason} (prompt {calls[0][0].id!r})")
+            self.lose(f"{reason} (prompt {calls[0][0].id!r})", share)
         else:
             self.answered()
 
-    def lose(self, reason: str = "") -> None:
-        """Count the time since the last answer or loss. Raises RolloutError if the rollout has lost too much.
+    def lose(self, reason: str, share: float) -> None:
+        """Count a late call, a crash or a restart. Raises RolloutError if the rollout has lost too much.
 
-        reason: why a call has no answer; empty for a process that has been restarted
+        reason: why a call has no answer; empty for a restart
+        share: its time, divided by the number of calls that may run at a time [s]
         """
         now = time.monotonic()
-        self.lost, self._since = self.lost + now - self._since, now
-        if reason:
-            self._times, self._last = self._times + 1, reason
+        self._gaps, self._since = self._gaps + now - self._since, now
+        self._shares += share
+        self._times, self._last = self._times + 1, reason or self._last
         if self.lost >= self.limit:
             raise RolloutError(
-                f"--reward did not answer {self._times} times in one rollout, which took {self.lost:.0f} s, and other "
-                f"ranks wait no longer than {self.limit:g} s for that; last: {self._last}; give it its own time limit, "
-                "lower --reward-timeout, or raise --dist-timeout"
+                f"--reward: {self._times} late calls, crashes and restarts in one rollout took {self.lost:.0f} s, and "
+                f"other ranks wait no longer than {self.limit:g} s for that; last: {self._last}; give it its own "
+                "time limit, lower --reward-timeout, or raise --dist-timeout"
             )

@@ -6,6 +6,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -27,6 +28,9 @@ from fsdptrain.rewards.values import RewardResult
 from fsdptrain.types import Prompt
 
 START_S = 120.0  # least time to import the reward in a new process
+_OF_RANK = re.compile(  # variables with which a library in a process would join the ranks
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
 _CODE = (
     "import sys; sys.path[:] = sys.argv[3:]; from fsdptrain.rewards.worker import main; main(*map(int, sys.argv[1:3]))"
 )
@@ -43,7 +47,8 @@ class Worker:
         self.replaces = replaces  # another process, which has ended
         self.job: list[int] = []  # samples of the current call
         self.ready = False
-        self.deadline = time.monotonic() + timeout
+        self.since = time.monotonic()  # of the start, or of the current call
+        self.deadline = self.since + timeout
         self._reply = b""
         self.connection, theirs = socket.socketpair()
         self.connection.settimeout(timeout)  # of sending
@@ -63,8 +68,9 @@ class Worker:
             self.connection.sendall(reward)
 
     def send(self, job: list[int], samples: Sequence[bytes], timeout: float) -> None:
+        self.job, self.since = job, time.monotonic()
+        self.deadline = self.since + timeout
         self.connection.sendall(pickle.dumps(samples))
-        self.job, self.deadline = job, time.monotonic() + timeout
 
     def receive(self) -> Any:
         """Return a reply, or None if it is incomplete. Raises OSError if the process has ended."""
@@ -97,10 +103,11 @@ class ProcessPool:
     """Processes that call one reward. One `run` at a time; `close` may be called meanwhile, from another thread."""
 
     def __init__(self, reward: RewardCalls, num_workers: int) -> None:
-        """Start the processes, which import the reward meanwhile. Raises CannotLoadError if it cannot be pickled."""
+        """Start the processes, which import the reward meanwhile. Raises CannotLoadError if they cannot."""
+        if getattr(reward.function, "__module__", None) == "__main__":
+            raise CannotLoadError("it is defined in the script itself")
         self.reward = reward
         self.num_workers = 1 if reward.is_batched else num_workers
-        self._start_s = max(START_S, reward.timeout)
         self._workers: list[Worker] = []
         self._loads = False  # a process has loaded the reward
         self._closed = False
@@ -136,6 +143,8 @@ class ProcessPool:
         with self._running:
             try:
                 self._start()
+                for worker in self._workers:  # one that was started earlier has cost this rollout no time
+                    worker.since = time.monotonic()
                 while len(outcomes) < len(calls):
                     self._send(waiting, samples)
                     busy = [worker for worker in self._workers if worker.job or not worker.ready]
@@ -169,17 +178,17 @@ class ProcessPool:
         try:
             reason = self._read(worker, has_data, outcomes, patience)
         except OSError:
-            reason = f"--reward: its process ended with {worker.kill()}"
+            reason = f"{self.reward.where}: its process ended with {worker.kill()}"
         if not reason:
             return
         self._remove(worker)
-        if not self._loads and not self._closed:
+        if not (self._loads or self._workers or self._closed):
             raise RolloutError(f"{self.reward.where}: a process that imports it does not start: {reason}")
         outcomes |= dict.fromkeys(worker.job, reason)
         if worker.job:
-            patience.record([calls[worker.job[0]]], None, reason)
-        else:
-            patience.lose(reason)
+            patience.record([calls[worker.job[0]]], None, reason, self._share(worker))
+        elif self._loads:
+            patience.lose(reason, self._share(worker))
         if worker.ready or not self._workers:  # after a failed start, the other processes go on
             self._start()
 
@@ -188,7 +197,9 @@ class ProcessPool:
         reply = worker.receive() if has_data else None
         if reply is None:
             is_late = not has_data and time.monotonic() >= worker.deadline
-            return is_late * (self.reward.late if worker.ready else "--reward: no process started in time")
+            return is_late * (
+                self.reward.late if worker.ready else f"{self.reward.where}: a process did not start in time"
+            )
         if worker.ready:
             outcomes |= zip(worker.job, map(_outcome, reply), strict=True)
             worker.job = []
@@ -198,11 +209,14 @@ class ProcessPool:
             raise CannotLoadError(reply)
         if not reply:
             if worker.replaces:
-                patience.lose()
+                patience.lose("", self._share(worker))
             elif not self._loads:
                 patience.answered()
             worker.ready = self._loads = True
         return reply
+
+    def _share(self, worker: Worker) -> float:
+        return (time.monotonic() - worker.since) / self.num_workers
 
     def _start(self) -> None:
         """Start the missing processes."""
@@ -233,10 +247,9 @@ def worker_environment(num_workers: int) -> dict[str, str]:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(rank + 1)))).split(",")
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not _OF_RANK.fullmatch(name)},
         "OMP_NUM_THREADS": str(max(1, int(threads) // num_workers)),
         "CUDA_VISIBLE_DEVICES": devices[min(rank, len(devices) - 1)],
-        "LOCAL_RANK": "0",
         "PYTHONHASHSEED": "0",  # else rewards that depend on the order of a set would differ within a group
     }
 

@@ -1,6 +1,7 @@
 """A reward that hangs or crashes costs one sample, wherever it hangs. Results do not depend on the processes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partialmethod
+from heapq import heapreplace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from tests.unit.rewards.user_rewards import (
     obedient,
     of_trl,
     one_argument,
+    says_what_it_is_not,
     sleeps,
 )
 
@@ -109,13 +113,15 @@ def test_results_are_in_the_order_of_the_samples_for_any_number_of_processes(num
         assert scores(rewards, texts[:3]) == [float(text) for text in texts[:3]]
 
 
+OBEDIENT = "--reward tests.unit.rewards.user_rewards:obedient"
 CAUSES = {
-    "regex": "--reward: no answer within --reward-timeout 60 s",
-    "deaf": "--reward: no answer within --reward-timeout 60 s",
-    "_exit": "--reward: its process ended with exit code 3",
-    "leaves a process": "--reward: its process ended with exit code 3",
-    "segfault": "--reward: its process ended with signal SIGSEGV",
-    "real-time signal": f"--reward: its process ended with signal {signal.SIGRTMIN + 5}",
+    "regex": f"{OBEDIENT}: no answer within --reward-timeout 60 s",
+    "deaf": f"{OBEDIENT}: no answer within --reward-timeout 60 s",
+    "_exit": f"{OBEDIENT}: its process ended with exit code 3",
+    "leaves a process": f"{OBEDIENT}: its process ended with exit code 3",
+    "segfault": f"{OBEDIENT}: its process ended with signal SIGSEGV",
+    "real-time signal": f"{OBEDIENT}: its process ended with signal {signal.SIGRTMIN + 5}",
+    "canceled": "CancelledError: no message (user_rewards.py:",
     "exit": "SystemExit: 1 (user_rewards.py:",
     "raise": "ValueError: no (user_rewards.py:",
     "nan": "ValueError: the reward returned nan (values.py:",
@@ -157,6 +163,16 @@ def test_a_replacement_that_does_not_start_costs_no_sample(tmp_path: Path) -> No
     with pool(LoadedBy(str(tmp_path / "loads")), num_workers=1) as rewards:
         assert scores(rewards, ["1", "_exit", "2", "3"]) == [1.0, None, 2.0, 3.0]
     assert (tmp_path / "loads").read_text() == "xxx"
+
+
+def test_a_run_goes_on_if_its_first_process_ends_while_others_start(tmp_path: Path) -> None:
+    with pool(LoadedBy(str(tmp_path / "loads"), ends=1)) as rewards:
+        assert scores(rewards, ["1", "2", "3"]) == [1.0, 2.0, 3.0]
+    with (
+        pool(LoadedBy(str(tmp_path / "other"), ends=1), num_workers=1) as rewards,
+        pytest.raises(RolloutError, match=r"does not start: .*its process ended with exit code 1"),
+    ):
+        scores(rewards, ["1"])
 
 
 def test_a_process_starts_without_torch() -> None:
@@ -211,13 +227,46 @@ def test_the_patience_counts_real_time_that_ends_without_an_answer(monkeypatch: 
             patience.answered()  # a slow reward
             clock.now += 3.0
             for _ in range(8):
-                patience.lose("eight processes at the same time")
+                patience.lose("eight processes at the same time", share=3.0 / 8)
         assert patience.lost == 9.0
     clock.now += 1.0
     with pytest.raises(
-        RolloutError, match=r"^--reward did not answer 25 times in one rollout, which took 10 s, .* 10 s"
+        RolloutError, match=r"^--reward: 25 late calls, crashes and restarts in one rollout took 10 s, .* 10 s .*it ha"
     ):
-        patience.lose("it hangs")
+        patience.lose("it hangs", share=1.0 / 8)
+
+
+def test_the_patience_counts_a_hang_while_others_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenth of 512 calls hangs, and the others take 10 s each. Without the hangs the rollout would take 640 s."""
+    clock, patience, num_workers = Clock(), Patience(900.0), 8
+    monkeypatch.setattr("fsdptrain.rewards.patience.time", clock)
+    patience.begin()
+    waiting = [300.0 if i % 10 == 0 else 10.0 for i in range(512)]
+    ends = [(duration + i, duration) for i, duration in enumerate(waiting[:num_workers])]
+    with pytest.raises(RolloutError, match="in one rollout took 900 s"):
+        for duration in waiting[num_workers:]:
+            clock.now, took = heapreplace(ends, (ends[0][0] + duration, duration))
+            if took > 10.0:
+                patience.lose("it hangs", took / num_workers)
+            else:
+                patience.answered()
+    assert clock.now < 640.0 + 900.0
+
+
+def test_a_hang_in_one_process_counts_while_another_answers() -> None:
+    with pool(sleeps, timeout=SHORT) as rewards:
+        scores(rewards, ["600"] + ["0.05"] * 20)
+        assert rewards._patience.lost >= SHORT / 2
+
+
+def test_a_process_that_started_between_rollouts_costs_no_time() -> None:
+    with pool(obedient, num_workers=1) as rewards:
+        assert scores(rewards, ["_exit"]) == [None]
+        [worker] = rewards._runners[0]._workers  # type: ignore[union-attr]
+        assert wait([worker.connection], MINUTE)
+        time.sleep(1.0)
+        assert scores(rewards, ["1"]) == [1.0]
+        assert rewards._patience.lost < 1.0
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 8])
@@ -238,7 +287,7 @@ def test_a_reward_that_always_hangs_ends_the_rollout_for_any_number_of_processes
 def test_a_reward_that_always_crashes_ends_the_rollout() -> None:
     with (
         pool(obedient, patience=0.5) as rewards,
-        pytest.raises(RolloutError, match=r"than 0.5 s for that; last: --reward: "),
+        pytest.raises(RolloutError, match=rf"than 0.5 s for that; last: {OBEDIENT}: "),
     ):
         scores(rewards, ["_exit"] * 1000)
 
@@ -250,7 +299,7 @@ def test_all_rewards_of_a_run_have_one_patience() -> None:
     parts = tuple(Component(name, 1.0, hangs_for(name)) for name in ("a", "b"))
     with (
         pool(WeightedSum(parts), 0, timeout=SHORT, patience=1.9 * SHORT) as rewards,
-        pytest.raises(RolloutError, match="did not answer 2 times in one rollout"),
+        pytest.raises(RolloutError, match="2 late calls, crashes and restarts in one rollout"),
     ):
         scores(rewards, ["a", "b"])
 
@@ -291,7 +340,7 @@ def test_async_calls_run_at_the_same_time_and_late_ones_cost_their_samples() -> 
     with pool(judge, timeout=SHORT) as rewards:
         results = compute_rewards(rewards, [PROMPT] * 6, ["1", "late", "stubborn", "raise", "canceled", "5"])
     assert [result.reward for result in results.results] == [1.0, None, None, None, None, 5.0]
-    assert results.first_error == "--reward: no answer within --reward-timeout 0.5 s"
+    assert results.first_error == f"{OBEDIENT[:-8]}judge: no answer within --reward-timeout 0.5 s"
     with pool(Judge()) as rewards:
         assert scores(rewards, ["1", "none", "3"]) == [1.0, None, 3.0]
 
@@ -332,7 +381,8 @@ def test_a_reward_of_lists_gets_all_samples_in_one_call() -> None:
 
 @pytest.mark.parametrize(("prompt", "length"), [([{"role": "user", "content": "?"}], 1), ("text", 4)])
 def test_a_reward_in_the_form_of_trl_gets_the_columns_of_all_samples(prompt: Any, length: int) -> None:
-    rows = [with_metadata(prompt=prompt, answer=4 + i, **{"level": 1} if i else {}) for i in range(2)]
+    metadata = [{"prompt": "a column", "answer": 4 + i, **({"level": 1} if i else {})} for i in range(2)]
+    rows = [replace(PROMPT, source=prompt, metadata=each) for each in metadata]
     with pool(of_trl) as rewards:
         results = compute_rewards(rewards, rows, ["4", "4"])
         assert rewards.check([rows[1]], call=True) == []
@@ -365,6 +415,8 @@ def test_a_reward_that_cannot_score_an_empty_response_is_reported_by_one_rank() 
     with pool(obedient) as rewards:
         assert rewards.check([PROMPT], call=False) == []
         [line] = rewards.check([PROMPT], call=True)
+    with pool(says_what_it_is_not, 0) as rewards:
+        assert len(rewards.check([PROMPT], call=True)) == 1
     assert line.startswith(
         "--reward tests.unit.rewards.user_rewards:obedient, called with the first row and an empty response: ValueErr"
     )
@@ -402,15 +454,33 @@ def test_a_reward_that_catches_its_interrupt_is_late_too() -> None:
         assert scores(rewards, ["1", "600", "1"]) == [1.0, None, 1.0]
 
 
-def test_a_function_of_the_main_module_runs_in_this_process(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["script", "main"])
+def test_a_function_of_the_main_module_runs_in_this_process(
+    name: str, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     def script(prompt: Prompt, response: str) -> float:
         return 1.0
 
-    script.__module__, script.__qualname__ = "__main__", "script"
-    monkeypatch.setattr(sys.modules["__main__"], "script", script, raising=False)
+    script.__module__, script.__qualname__ = "__main__", name
+    monkeypatch.setattr(sys.modules["__main__"], name, script, raising=False)
     with pool(script) as rewards:
         assert scores(rewards, ["1", "2"]) == [1.0, 1.0]
-    assert "--reward __main__:script runs in the trainer's process" in caplog.text
+    assert f"--reward __main__:{name} runs in the trainer's process" in caplog.text
+    assert "it is defined in the script itself" in caplog.text
+
+
+def test_a_reward_that_no_process_can_load_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool(Unloadable()) as rewards:
+        assert scores(rewards, ["1", "2"]) == [1.0, 2.0]
+    with pool(Unloadable()) as rewards:
+
+        def closed_meanwhile(*args: Any) -> InProcess:
+            rewards.close()
+            return InProcess(args[0])
+
+        monkeypatch.setattr(parallel, "_without_processes", closed_meanwhile)
+        with pytest.raises(RolloutError, match="the run has ended"):
+            scores(rewards, ["1"])
 
 
 def test_the_default_deadline_allows_three_hanging_calls() -> None:
@@ -427,6 +497,10 @@ def test_ranks_share_cores_threads_and_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OMP_NUM_THREADS", "12")
     assert [worker_environment(workers)["OMP_NUM_THREADS"] for workers in (1, 8, 24)] == ["12", "1", "1"]
     monkeypatch.setenv("LOCAL_RANK", "2")
+    for name in ("RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OF_USER"):
+        monkeypatch.setenv(name, "2")
+    left = {name for name in worker_environment(1) if re.search("RANK|WORLD|MASTER|ELASTIC|OF_USER", name)}
+    assert left == {"OF_USER"}  # a library that joins the other ranks would hang
     for visible, device in [(None, "2"), ("4,5,6,7", "6"), ("", "")]:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:

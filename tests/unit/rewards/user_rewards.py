@@ -39,6 +39,8 @@ def obedient(prompt: Prompt, response: str) -> float | None:  # noqa: C901
         sys.exit(1)
     if response == "raise":
         raise ValueError("no\nsecond line")
+    if response == "canceled":
+        raise asyncio.CancelledError
     if response == "none":
         return None
     if response == "pid":
@@ -57,28 +59,34 @@ def sleeps(prompt: Prompt, response: str) -> float:
 
 
 class LoadedBy:
-    """A reward whose second process ends while it loads the reward."""
+    """A reward with a process, by default the second one, that ends while it loads the reward."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, ends: int = 2) -> None:
         self.path = path
+        self.ends = ends
 
     def __call__(self, prompt: Prompt, response: str) -> float | None:
         return obedient(prompt, response)
 
     def __reduce__(self) -> Any:
-        return _load, (self.path,)
+        return _load, (self.path, self.ends)
 
 
-def _load(path: str) -> LoadedBy:
+def _load(path: str, ends: int) -> LoadedBy:
     with open(path, "a") as loads:
         loads.write("x")
-    if Path(path).read_text() == "xx":
+        number = loads.tell()
+    if number == ends:
         os._exit(1)
-    return LoadedBy(path)
+    time.sleep(0.5 * (ends == 1))  # others are still loading when the first one ends
+    return LoadedBy(path, ends)
 
 
 class Unloadable:
     """Pickles, and does not load."""
+
+    def __call__(self, prompt: Prompt, response: str) -> float:
+        return obedient(prompt, response) or 0.0
 
     def __reduce__(self) -> Any:
         return int, ("x",)
@@ -96,8 +104,6 @@ async def judge(prompt: Prompt, response: str) -> float | None:
                 await asyncio.sleep(600)
             except asyncio.CancelledError:
                 continue
-    if response == "canceled":
-        raise asyncio.CancelledError
     if response == "blocks":
         prompt.metadata["event"].wait()
     if response == "together":  # sixty of these wait for each other
@@ -126,6 +132,10 @@ def of_trl(completions: list[Any], prompts: list[Any], answer: list[str], **colu
     assert set(columns) == {"level"}
     texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
     return [float(text == str(right)) + len(prompt) for text, right, prompt in zip(texts, answer, prompts, strict=True)]
+
+
+def says_what_it_is_not(prompt: Prompt, response: str) -> float:
+    raise ValueError(f"{response!r}, which is not a number")
 
 
 def list_for_one(prompt: Prompt, response: str) -> Any:
