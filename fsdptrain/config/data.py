@@ -87,14 +87,14 @@ class RewardConfig(Section):
     reward_workers: Annotated[int | None, NEUTRAL, GENERATES] = Field(default=None, ge=0)
     """Processes per rank and per --reward. 0: none; the trainer calls it, and cannot kill a call. Default: the cores of
     the machine divided by its ranks, at most 8. Async rewards have none. [processes]"""
-    judge_url: Annotated[str | None, _JUDGE] = None
+    judge_url: Annotated[str | None, NEUTRAL, _JUDGE] = None
     """OpenAI-compatible API of --reward judge, e.g. `http://127.0.0.1:8000/v1`. The key is the environment variable
     JUDGE_API_KEY."""
     judge_model: Annotated[str | None, _JUDGE] = None
     """Model that judges."""
     judge_rubric: Annotated[str | None, _JUDGE] = None
-    """Message to the judge, or a file with it; {prompt}, {response} and {label} are replaced. It must request a score as
-    <score>7</score> or {"score": 7}. Default: see docs/rewards.md."""
+    """Message to the judge, or a file with it; {prompt}, {response} and {label} are replaced. It must request a score
+    as <score>7</score> or {"score": 7}. Default: see docs/rewards.md."""
     judge_max_score: Annotated[float, _JUDGE] = Field(default=10.0, gt=0.0)
     """Highest score of the rubric, which is the reward 1; 0 is the reward 0."""
     pass_threshold: Annotated[float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS)] = 1.0

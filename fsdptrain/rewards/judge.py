@@ -109,7 +109,6 @@ class Judge:
 
 def build_judge(reward: RewardConfig) -> Judge:
     """Raises ConfigError if the rubric is not a text or a file with {response}."""
-    assert reward.judge_url and reward.judge_model, "config checks them"
     given = reward.judge_rubric or RUBRIC
     try:
         rubric = Path(given).read_text(encoding="utf-8") if os.path.isfile(given) else given
@@ -119,7 +118,7 @@ def build_judge(reward: RewardConfig) -> Judge:
         raise ConfigError(
             f"--judge-rubric {given!r:.80} must be a text, or a file with one, that contains {{response}}"
         )
-    return Judge(reward.judge_url, reward.judge_model, rubric, reward.judge_max_score)
+    return Judge(reward.judge_url or "", reward.judge_model or "", rubric, reward.judge_max_score)
 
 
 async def _close_with_loop(client: httpx.AsyncClient) -> None:

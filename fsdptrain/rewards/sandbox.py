@@ -77,7 +77,8 @@ def _limit(libc: ctypes.CDLL, num_processes: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (limit, limit) if hard == resource.RLIM_INFINITY else (min(limit, hard),) * 2)
+        most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (most, most))
     if sys.platform == "linux":  # without capabilities, also those in its own namespace
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         libc.capset((ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
