@@ -123,8 +123,10 @@ def build_judge(reward: RewardConfig) -> Judge:
 
 async def _close_with_loop(client: httpx.AsyncClient) -> None:
     """Close the connections when the event loop cancels its tasks."""
-    async with client:
+    try:
         await asyncio.Event().wait()
+    finally:
+        await client.aclose()
 
 
 def _text(prompt: Prompt) -> str:

@@ -224,7 +224,7 @@ def test_the_options_make_the_judge(tmp_path: Path) -> None:
     assert (judge.url, judge.model, judge.rubric, judge.max_score) == ("http://h/v1", "m", "rate {response}", 4.0)
     assert weighted.weights == {"judge": 2.0}
     assert not reads_environment(weighted)
-    with pytest.raises(ConfigError, match="--judge-rubric 'missing[.]txt' must be a text, or a file"):
+    with pytest.raises(ConfigError, match=r"--judge-rubric 'missing[.]txt' must be a text, or a file"):
         build_reward(RewardConfig(reward=["judge"], judge_rubric="missing.txt"), prompt_data="x")
 
 
