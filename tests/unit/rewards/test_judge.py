@@ -199,7 +199,7 @@ def test_requests_are_limited_and_share_connections(monkeypatch: pytest.MonkeyPa
     with serving(reply) as server:
         assert rewards_of(scores(a_judge(server), [str(i) for i in range(40)])) == [0.5] * 40
         assert server.most_open <= 3
-        assert len(server.clients) == 3
+        assert len(server.clients) < 40
 
 
 def test_a_new_event_loop_gets_a_new_client() -> None:
