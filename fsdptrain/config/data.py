@@ -67,13 +67,16 @@ class DataConfig(Section):
             yield from config.without_effect(["prompt_split"], reason)
 
 
+_JUDGE = Requires("@uses_judge", reason="without --reward judge: add it, or remove this")
+
+
 class RewardConfig(Section):
     """Reward functions."""
 
     NAME = "reward"
 
     reward: Annotated[Names, GENERATES] = Field(default=["auto"], min_length=1)
-    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, environment or
+    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, code, judge, environment or
     `package.module:function`, each with an optional `=weight`."""
     max_unscored_fraction: Annotated[float, NEUTRAL, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
     """Stop if more than this fraction of a rollout's samples could not be scored."""
@@ -85,8 +88,24 @@ class RewardConfig(Section):
     reward_workers: Annotated[int | None, NEUTRAL, GENERATES] = Field(default=None, ge=0)
     """Processes per rank and per --reward. 0: none; the trainer calls it, and cannot kill a call. Default: the cores of
     the machine divided by its ranks, at most 8. Async rewards have none. [processes]"""
+    judge_url: Annotated[str | None, NEUTRAL, _JUDGE] = None
+    """OpenAI-compatible API of --reward judge, e.g. `http://127.0.0.1:8000/v1`. The key is the environment variable
+    JUDGE_API_KEY."""
+    judge_model: Annotated[str | None, _JUDGE] = None
+    """Model that judges."""
+    judge_rubric: Annotated[str | None, _JUDGE] = None
+    """Message to the judge, or a file with it; {prompt}, {response} and {label} are replaced. It must request a score
+    as <score>7</score> or {"score": 7}. Default: see docs/rewards.md."""
+    judge_max_score: Annotated[float, _JUDGE] = Field(default=10.0, gt=0.0)
+    """Highest score of the rubric, which is the reward 1; 0 is the reward 0."""
     pass_threshold: Annotated[float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS)] = 1.0
     """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if config.uses_judge and not (self.judge_url and self.judge_model):
+            yield "--reward judge needs --judge-url and --judge-model: set both"
+        if self.judge_url and not self.judge_url.startswith(("http://", "https://")):
+            yield f"--judge-url {self.judge_url!r} is no address: write e.g. http://127.0.0.1:8000/v1"
 
 
 class EnvironmentConfig(Section):

@@ -316,6 +316,10 @@ class Config(BaseModel):
         return self.launch.dist_timeout / 2 / (1 + self.sync.max_staleness)
 
     @property
+    def uses_judge(self) -> bool:
+        return any(spec.partition("=")[0] == "judge" for spec in self.reward.reward)
+
+    @property
     def evaluates(self) -> bool:
         """Whether there are evaluation prompts and an evaluation interval."""
         return self.run.eval_interval > 0 and self.data.eval_size != 0

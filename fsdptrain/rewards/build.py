@@ -22,6 +22,8 @@ REWARDS = registry.Table[RewardFunction](
         "math": "fsdptrain.rewards.maths:math",
         "exact": "fsdptrain.rewards.functions:exact",
         "format": "fsdptrain.rewards.functions:format_tags",
+        "code": "fsdptrain.rewards.code:code",
+        "judge": "fsdptrain.rewards.judge:Judge",
     }
 )
 GENERATOR = "reasoning_gym:"
@@ -35,6 +37,7 @@ def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: boo
     for an unknown name, an invalid weight, or a scorer that does not support the data.
     """
     parts = [_parse(spec, prompt_data, has_environment) for spec in reward.reward]
+    parts = [_configured(part, reward) for part in parts]
     names = [part.name for part in parts]
     if not parts or len(set(names)) < len(names):
         raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
@@ -77,7 +80,8 @@ class WeightedSum:
 def reads_environment(reward: RewardFunction | WeightedSum) -> bool:
     """Return whether the environment's reward can affect `reward`. True for custom functions, which are unknown."""
     known = set(REWARDS.values()) - {REWARDS["environment"]}
-    return not (isinstance(reward, WeightedSum) and all(part.function in known for part in reward.components))
+    functions = [part.function for part in reward.components] if isinstance(reward, WeightedSum) else [reward]
+    return not (isinstance(reward, WeightedSum) and all(f in known or type(f) in known for f in functions))
 
 
 def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
@@ -96,6 +100,14 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
             f"use one of {', '.join(others)} or package.module:function"
         )
     return Component(name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+
+
+def _configured(part: Component, reward: RewardConfig) -> Component:
+    if part.name != "judge":
+        return part
+    from fsdptrain.rewards.judge import build_judge  # lazy: it imports httpx
+
+    return replace(part, function=build_judge(reward))
 
 
 def _short(name: str) -> str:
