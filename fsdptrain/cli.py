@@ -1,7 +1,8 @@
-"""Command line interface: train, inspect, plan, export and report.
+"""Command line interface: train, inspect, plan, export, eval and report.
 
 `fsdptrain [flags]` trains. `fsdptrain inspect` shows what would run. `fsdptrain plan` checks whether it fits into
-memory. `fsdptrain export` writes a checkpoint as a Hugging Face directory. `fsdptrain report` summarizes a run.
+memory. `fsdptrain export` writes a checkpoint as a Hugging Face directory. `fsdptrain eval` scores a model.
+`fsdptrain report` summarizes a run.
 
 Errors that a user can fix print one line to stderr and exit with code 2. Ctrl-C exits silently with code 130.
 """
@@ -30,12 +31,13 @@ from fsdptrain.rank_variables import read_rank_variables
 DESCRIPTION = """\
 Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
 
-Train, inspect, plan, report, export:
+Train, inspect, plan, report, eval, export:
   fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload
   fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run
   fsdptrain inspect --hf-checkpoint Qwen/Qwen3-4B
   fsdptrain plan --hf-checkpoint Qwen/Qwen3-4B --num-gpus 8 --gpu-memory-gib 80
   fsdptrain report runs/Qwen3-4B-grpo
+  fsdptrain eval --checkpoint Qwen/Qwen3-4B --prompt-data questions.jsonl
   fsdptrain export --checkpoint runs/Qwen3-4B-grpo/checkpoints/step_00000050 \\
                    --output my-model
 
@@ -267,6 +269,19 @@ def plan(argv: Sequence[str]) -> int:
     return 0 if found.fits else 1
 
 
+def evaluate(argv: Sequence[str]) -> int:
+    """Run `fsdptrain eval --checkpoint X [run flags]`."""
+    from fsdptrain.tools.evaluate import CHECKPOINT, USAGE, run_arguments, table
+
+    if _asks_for_help(argv):
+        return _print_help("fsdptrain eval", USAGE, {"checkpoint": CHECKPOINT})
+    arguments, output = run_arguments(argv)
+    code = train(arguments)
+    if code == 0 and _is_rank_0() and "--dry-run" not in arguments:
+        sys.stdout.write(f"{table(output)}each sample: {output / 'samples.jsonl'}\n")
+    return code
+
+
 def report(argv: Sequence[str]) -> int:
     """Run `fsdptrain report RUN_DIR [--rollouts A:B]`: print a table, write curves.png and timeline.png to RUN_DIR."""
     if _asks_for_help(argv):
@@ -301,6 +316,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "inspect": inspect,
     "plan": plan,
     "export": export,
+    "eval": evaluate,
     "report": report,
 }
 

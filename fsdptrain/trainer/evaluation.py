@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdptrain.config import Config
+from fsdptrain.distributed import gather
 from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics
 from fsdptrain.trainer.samples.single_turn import Sampler
 from fsdptrain.trainer.samples.source import show
@@ -40,4 +41,6 @@ class Evaluation:
             correct_reward=self.config.reward.pass_threshold,
         )
         rewards = [sample.reward for sample in made.samples]
-        return metrics, show(made.prompts, made.texts, rewards, self.config.log.num_samples)
+        shown = show(made.prompts, made.texts, rewards, self.config.log.num_samples)
+        everywhere = [row for rows in gather(shown) for row in rows]
+        return metrics, everywhere[: self.config.log.num_samples]

@@ -120,7 +120,7 @@ class TrainingLoop:
             log.info("nothing to train: step %d of --num-rollout %d", self.step, self._config.run.num_rollout)
         self._push_weights()
         self._start_rollouts()
-        if self.step == 0:
+        if self.step == 0 or not self._config.run.num_rollout:
             self._evaluate()
         with self._checkpoints:
             while self.step < self._config.run.num_rollout:
@@ -264,6 +264,8 @@ class TrainingLoop:
         if self._evaluation is None:
             return False
         run = self._config.run
+        if not run.num_rollout:  # only an evaluation, of any step
+            return True
         return self.step in (0, run.num_rollout) or self.step % run.eval_interval == 0
 
     @property
@@ -312,7 +314,8 @@ class TrainingLoop:
         if checkpoint is None or progress is None:
             return
         with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint}"):
-            self._stream.load_state_dict(progress["stream"])
+            if self._config.run.num_rollout:  # else the data may be other data
+                self._stream.load_state_dict(progress["stream"])
             self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
         self.step = self._backend.load(checkpoint)
         self._kl.scale = progress.get("kl_scale", 1.0)  # older checkpoints have none

@@ -1,0 +1,67 @@
+"""`fsdptrain eval`: the command line of a run that evaluates a model and trains nothing."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.config.flags import RECIPE, Option, config_options, parse, without
+from fsdptrain.errors import ConfigError
+
+ALL = 10**9  # rows
+CONFIG_FILE, PROGRESS_FILE = "config.yaml", "progress.json"  # of a run, and of its checkpoints
+CHECKPOINT = Option(
+    "--checkpoint",
+    str | None,
+    "Model: a hub id, a folder for from_pretrained, or a training checkpoint (runs/x/checkpoints/step_00000050).",
+    None,
+)
+USAGE = """\
+Score a model without training it: accuracy, pass@k, mean reward.
+
+Takes the options of a run too: --prompt-data, --reward, --rollout-engine, --environment,
+--n-samples-per-eval-prompt, --eval-temperature, ... All rows of --prompt-data are scored,
+or --eval-size of them; 128 of generated data. A training checkpoint has the options of its
+run, and by default its held-out rows. Writes metrics.jsonl and samples.jsonl, with one line
+per sample, to --output-dir."""
+
+
+def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
+    """Translate the arguments of `fsdptrain eval`. Returns those of a run, and its --output-dir."""
+    own = {"checkpoint": CHECKPOINT}
+    given = parse(argv, {"recipe": RECIPE, **config_options(), **own})
+    if not given.get("checkpoint"):
+        raise ConfigError(
+            "--checkpoint is missing, e.g. fsdptrain eval --checkpoint Qwen/Qwen3-4B --prompt-data x.jsonl"
+        )
+    checkpoint = Path(given["checkpoint"])
+    if "hf_checkpoint" in given:
+        raise ConfigError("--hf-checkpoint: fsdptrain eval takes the model by --checkpoint; remove it")
+    fixed: dict[str, Any] = {"num_rollout": 0, "export": False, "eval_interval": 1, "log_num_samples": ALL}
+    for key in fixed.keys() & given.keys():
+        raise ConfigError(f"{config_options()[key].flag} has no effect on fsdptrain eval: remove it")
+    if (checkpoint / PROGRESS_FILE).is_file():
+        recipe = checkpoint.resolve().parent.parent / CONFIG_FILE
+        if "recipe" in given:
+            raise ConfigError(f"--recipe: the options of {checkpoint} are in {recipe}; remove it")
+        model = ["--recipe", str(recipe), "--resume", str(checkpoint)]
+        name = f"{recipe.parent.name}-{checkpoint.name}"
+    else:
+        model, name = ["--hf-checkpoint", str(given["checkpoint"]), "--resume", "never"], checkpoint.resolve().name
+    data = given.get("prompt_data")
+    rows: list[str] = []
+    if data is not None and "eval_prompt_data" not in given and data != "environment":
+        rows = ["--eval-prompt-data", data]
+        if "eval_size" not in given and not data.startswith("reasoning_gym:"):
+            rows += ["--eval-size", str(ALL)]
+    output = Path(given.get("output_dir") or f"runs/{name}-eval")
+    flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1", "--log-num-samples", str(ALL)]
+    return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
+
+
+def table(folder: Path) -> str:
+    """Return the metrics of the evaluation in the folder, one on a line."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = {name: value for row in lines for name, value in row.items() if name.startswith("eval/")}
+    width = max(map(len, found), default=0)
+    return "".join(f"{name.removeprefix('eval/'):<{width}} {value:.4g}\n" for name, value in found.items())

@@ -1,0 +1,69 @@
+"""`fsdptrain eval` scores models and checkpoints as a run does, without training."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN, metrics_of, rows_of
+from tests.testing import save_tiny_checkpoint
+
+
+def evaluation(folder: Path) -> dict[str, float]:
+    [*_, last] = [row for row in metrics_of(folder) if "eval/heldout/accuracy" in row]
+    return {name: value for name, value in last.items() if name.startswith("eval/")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    model = save_tiny_checkpoint(folder / "model")
+    flags = ["--hf-checkpoint", str(model), *TINY_RUN, "--save-interval", "1", "--output-dir", str(folder / "run")]
+    result = command.run([*flags, "--n-samples-per-eval-prompt", "2"], folder)
+    assert result.code == 0, result.err
+    return folder / "run"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_checkpoint_has_the_scores_that_its_run_saw(run: Path, tmp_path: Path, num_ranks: int) -> None:
+    checkpoint = max((run / "checkpoints").glob("step_*"))
+    argv = ["eval", "--checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "eval")]
+    result = command.run(argv, tmp_path, num_ranks=num_ranks)
+    assert result.code == 0, result.err
+    assert evaluation(tmp_path / "eval") == pytest.approx(evaluation(run))
+    assert len(rows_of(tmp_path / "eval" / "samples.jsonl")) == 4 * 2
+    assert "heldout/pass@2" in result.out
+    assert not list((tmp_path / "eval").glob("checkpoints/*"))
+
+
+def test_all_rows_of_a_file_are_scored_and_written(run: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}?", "label": str(i)}) + "\n" for i in range(11)))
+    argv = ["eval", "--checkpoint", str(run / "hf"), "--prompt-data", str(data), "--n-samples-per-eval-prompt", "4"]
+    argv += ["--rollout-max-response-len", "6", "--reward", "tests.e2e.rewards:variety", "--no-bf16", "--log-to"]
+    argv += ["--pass-threshold", "3", "--output-dir", str(tmp_path / "eval")]
+    result = command.run(argv, tmp_path)
+    assert result.code == 0, result.err
+    rows, found = rows_of(tmp_path / "eval" / "samples.jsonl"), evaluation(tmp_path / "eval")
+    assert [row["label"] for row in rows] == [str(i) for i in range(11) for _ in range(4)]
+    rewards = [row["reward"] for row in rows]
+    assert found["eval/heldout/reward_mean"] == pytest.approx(sum(rewards) / 44)
+    assert found["eval/heldout/accuracy"] == pytest.approx(sum(reward >= 3 for reward in rewards) / 44)
+    solved = [any(reward >= 3 for reward in rewards[i : i + 4]) for i in range(0, 44, 4)]
+    assert found["eval/heldout/pass@4"] == pytest.approx(sum(solved) / 11)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--checkpoint is missing"),
+        (["--checkpoint", "x", "--hf-checkpoint", "y"], "takes the model by --checkpoint"),
+        (["--checkpoint", "x", "--num-rollout", "3"], "--num-rollout has no effect on fsdptrain eval"),
+    ],
+)
+def test_wrong_arguments_are_one_line(tmp_path: Path, flags: list[str], message: str) -> None:
+    result = command.run(["eval", *flags], tmp_path)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1
