@@ -316,8 +316,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "inspect": inspect,
     "plan": plan,
     "export": export,
-    "eval": evaluate,
     "report": report,
+    "eval": evaluate,
 }
 
 
