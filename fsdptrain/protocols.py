@@ -4,7 +4,9 @@ Protocols are structural: implementations need no base class. All methods of eng
 documented otherwise. All ranks call them in the same order, and the implementation decides which ranks act.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -104,15 +106,32 @@ class ReplicatedEngine(RolloutEngine, Protocol):
 
 @runtime_checkable
 class InFlightEngine(RolloutEngine, Protocol):
-    """An engine in separate processes, which keeps generating while the trainer trains and pushes weights
-    (--max-staleness)."""
+    """An engine that keeps requests across weight syncs (--max-staleness)."""
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """Generate like `generate`, from any thread and across `update_weights` calls.
+        """Generate like `generate`, from any thread except that of the trainer, and across `update_weights` calls.
 
         Each token is sampled with the weights that the engine holds at that moment; `Completion.versions` records them.
         Not collective. Raises RolloutError after the engine is closed.
         """
+        ...
+
+
+@runtime_checkable
+class SteppedEngine(InFlightEngine, Protocol):
+    """An in-flight engine in the trainer's process, which generates only within `work` and `generate`."""
+
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether requests can continue after `update_weights`. If not, `generate_in_flight` must not be used."""
+        ...
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams) -> list[Future[Completion]]:
+        """Request `num_samples` completions, from any thread. They fail with RolloutError if the engine is closed."""
+        ...
+
+    def work(self, *, until: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Generate on this thread until the condition holds or the time is over; wait if there are no requests."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Generation for concurrent calls, with engines that one thread drives or that take requests from any thread."""
+"""Generation for concurrent calls, with each kind of engine."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import InFlightEngine, RolloutEngine
+from fsdptrain.protocols import InFlightEngine, RolloutEngine, SteppedEngine
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 GATHER_S = 0.01  # a batch starts when no call has come for this time
@@ -128,5 +128,28 @@ class InFlightGeneration:
         return completion
 
 
-def generation_with(engine: RolloutEngine) -> Generation:
+@dataclass
+class SteppedGeneration:
+    """Sends each call to an engine that generates on the thread of `run_until`."""
+
+    engine: SteppedEngine
+    _submitted: "list[Future[Completion]]" = field(default_factory=list)
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams) -> "Future[Completion]":
+        [future] = self.engine.submit(prompt, replace(sampling, num_samples=1))
+        self._submitted.append(future)
+        return future
+
+    def run_until(self, done: "Future[Any]") -> None:
+        self.engine.work(until=done.done)
+
+    def close(self) -> None:
+        for future in self._submitted:
+            future.cancel()
+
+
+def generation_with(engine: RolloutEngine, *, in_flight: bool) -> Generation:
+    """in_flight: for a rollout in the background"""
+    if isinstance(engine, SteppedEngine) and not in_flight:
+        return SteppedGeneration(engine)
     return InFlightGeneration(engine) if isinstance(engine, InFlightEngine) else BatchedGeneration(engine)

@@ -254,19 +254,19 @@ class AgentSampler:
     threads: StepThreads
     timeout: float  # of an episode [s]
     tokenizer: PreTrainedTokenizerBase
-    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # see SingleTurn
 
     def close(self) -> None:
         self.harness.close()
         self.endpoint.close()
 
     def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
-        return self._sample(prompts, sampling, watch, agreed=raise_on_all_ranks(RolloutError, "rollout"))
+        agreed = raise_on_all_ranks(RolloutError, "rollout")
+        return self._sample(prompts, sampling, watch, agreed=agreed, in_flight=False)
 
     def sample_in_flight(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
     ) -> GenerationRound:
-        return self._sample(prompts, sampling, watch, agreed=nullcontext())
+        return self._sample(prompts, sampling, watch, agreed=nullcontext(), in_flight=True)
 
     def _sample(
         self,
@@ -275,8 +275,9 @@ class AgentSampler:
         watch: Stopwatch,
         *,
         agreed: AbstractContextManager[object],
+        in_flight: bool,
     ) -> GenerationRound:
-        generation = generation_with(self.engine)
+        generation = generation_with(self.engine, in_flight=in_flight)
         episodes = [
             AgentEpisode(prompt, index, sampling, generation)
             for prompt in prompts
@@ -285,7 +286,7 @@ class AgentSampler:
         with agreed:
             with watch("generate"):
                 self._run(episodes, generation)
-            with self._one_at_a_time, watch("reward"):
+            with watch("reward"):
                 results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
             samples = [_sample(*row) for row in zip(episodes, results.results, strict=True)]
             for episode, sample in zip(episodes, samples, strict=True):

@@ -100,6 +100,9 @@ class RolloutConfig(Section):
         default=262_144, ge=1
     )
     """Embedded engine: capacity of the key-value cache. [tokens]"""
+    slots: Annotated[int | None, NEUTRAL, Requires("max_staleness")] = Field(default=None, ge=1)
+    """Groups that are generated at the same time, on all ranks. Default: all that --max-staleness allows; with an
+    environment as many as --environment-workers can serve. [prompts]"""
     shuffle: bool = True
     """Shuffle prompts, differently in each epoch."""
     seed: int = Field(default=42, gt=-(2**62), lt=2**62)
@@ -136,6 +139,11 @@ class SyncConfig(Section):
     max_staleness: Annotated[int, TUNING, RL_ONLY] = Field(default=0, ge=0)
     """Generate ahead of training, with weights at most this many rollouts older than the trained weights. With
     vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
+    partial_rollout: Annotated[bool, TUNING, RL_ONLY, Requires("max_staleness")] = True
+    """With vllm and vllm-server, train on the first groups that are finished. Others go on into later steps, across
+    weight syncs. Off: wait for the groups that were started first."""
+    mask_offpolicy_in_partial_rollout: Annotated[bool, TUNING, RL_ONLY, Requires("max_staleness")] = True
+    """Leave tokens out of the loss that are more than --max-staleness versions old when their sample is finished."""
     offload_train: Annotated[
         bool,
         NEUTRAL,

@@ -316,6 +316,11 @@ class Config(BaseModel):
         return self.launch.dist_timeout / 2 / (1 + self.sync.max_staleness)
 
     @property
+    def masks_stale_tokens(self) -> bool:
+        """Whether tokens older than --max-staleness are left out of the loss."""
+        return self.sync.max_staleness > 0 and self.sync.mask_offpolicy_in_partial_rollout
+
+    @property
     def uses_judge(self) -> bool:
         return any(spec.partition("=")[0] == "judge" for spec in self.reward.reward)
 

@@ -2,7 +2,10 @@
 
 import logging
 import os
+import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 
 from fsdptrain.config import Config
@@ -46,6 +49,8 @@ class ParallelReward:
         components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
         self._runners: list[Runner] = []
         self._closed = False
+        self._waiting: deque[tuple[Sequence[Call], Future[list[Outcome]]]] = deque()
+        self._one_at_a_time = threading.Lock()
         with ExitStack() as stack:
             stack.callback(self.close)
             for component in components:
@@ -91,7 +96,29 @@ class ParallelReward:
         return lines
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Score the samples, in order; a text says why a sample is unscored. Raises RolloutError."""
+        """Score the samples, in order; a text says why a sample is unscored. Raises RolloutError.
+
+        Any thread may call it. Samples of threads that wait meanwhile are scored together afterwards.
+        """
+        outcomes: Future[list[Outcome]] = Future()
+        self._waiting.append((calls, outcomes))
+        with self._one_at_a_time:
+            if not outcomes.done():
+                self._run_waiting()
+        return outcomes.result()
+
+    def _run_waiting(self) -> None:
+        together = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        try:
+            found = iter(self._run_all([call for calls, _ in together for call in calls]))
+        except BaseException as error:  # noqa: BLE001  # each thread raises it
+            for _, outcomes in together:
+                outcomes.set_exception(error)
+        else:
+            for calls, outcomes in together:
+                outcomes.set_result([next(found) for _ in calls])
+
+    def _run_all(self, calls: Sequence[Call]) -> list[Outcome]:
         self._patience.begin()
         outcomes: list[Outcome] = [""] * len(calls)
         parts: dict[int, list[RewardResult]] = {index: [] for index in range(len(calls))}

@@ -37,6 +37,7 @@ from fsdptrain.protocols import (
     OffloadingBackend,
     RewardFunction,
     RolloutEngine,
+    SteppedEngine,
 )
 from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
 log = logging.getLogger(__name__)
+
+MAX_SLOTS = 512  # threads of one rank, by default
 
 # imported when a run has an agent
 AGENT_SAMPLER = registry.Table[Callable[..., Sampler]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
@@ -130,7 +133,7 @@ def build_components(
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
         if engine is not None and rewards is not None:
-            background = rollout_threads(config, engine, stack)
+            background = open_background(config, engine, stack)
             stack.callback(engine.close)
             weight_sync = build_weight_sync(config, engine, backend, tokenizer)
             sampler = build_sampler(instructed, tokenizer, engine, rewards, environment)
@@ -263,14 +266,39 @@ def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
             require_no_fallback(found)
 
 
-def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:
-    """Create one thread per rollout in flight, ended after the engine. None: rollouts run on the training thread."""
-    ahead = config.sync.max_staleness
-    if not ahead or not isinstance(engine, InFlightEngine):
+@dataclass(frozen=True)
+class Background:
+    """The threads in which groups are generated, for an engine that keeps requests across weight syncs."""
+
+    threads: Executor
+    num_slots: int  # groups at the same time on this rank
+    stepped: SteppedEngine | None  # the engine, if it generates on the training thread
+
+
+def open_background(config: Config, engine: RolloutEngine, stack: ExitStack) -> Background | None:
+    """Create the threads, ended after the engine. None: whole rollouts are generated on the training thread."""
+    if not config.sync.max_staleness or not isinstance(engine, InFlightEngine):
         return None
-    threads = ThreadPoolExecutor(1 + ahead, thread_name_prefix="rollout")
+    stepped = engine if isinstance(engine, SteppedEngine) else None
+    if stepped is not None and not stepped.keeps_requests:
+        log.info("whole rollouts are generated ahead: this engine cannot continue requests after a weight sync")
+        return None
+    num_slots = rollout_slots(config)
+    threads = ThreadPoolExecutor(num_slots, thread_name_prefix="rollout")
     stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # do not wait: other ranks wait for an error
-    return threads
+    return Background(threads, num_slots, stepped)
+
+
+def rollout_slots(config: Config) -> int:
+    """Return the number of groups that a rank generates at the same time."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if config.rollout.slots is not None:
+        return max(1, config.rollout.slots // num_ranks)
+    rollouts = 1 + config.sync.max_staleness
+    groups = -(-config.rollout.batch_size // num_ranks)
+    if config.environment.has_episodes:
+        groups = min(groups, config.environment.environment_workers // config.algorithm.n_samples_per_prompt)
+    return max(1, min(rollouts * groups, MAX_SLOTS))
 
 
 def build_weight_sync(
@@ -359,39 +387,42 @@ def build_source(
     sampler: Sampler | None,
     advantages: AdvantageRule,
     timeline: Timeline,
-    background: Executor | None,
+    background: Background | None,
     features: Features,
 ) -> SampleSource:
     if config.algorithm.algorithm == "sft" or sampler is None:
         from fsdptrain.trainer.samples.sft import SftSource
 
         return SftSource.of(config, stream, tokenizer)
-    return RolloutSource(
-        stream=stream,
-        sampler=sampler,
-        sampling=features.sampling(
-            SamplingParams(
-                num_samples=config.algorithm.n_samples_per_prompt,
-                max_tokens=config.rollout.max_response_len,
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k or -1,
-                min_p=config.rollout.min_p,
-                seed=config.rollout.seed,
-            )
-        ),
-        features=features,
-        num_prompts=config.rollout.batch_size,
-        num_shown=config.log.num_samples,
-        shaping=shaping_rule(config),
-        advantages=advantages,
-        max_unscored_fraction=config.reward.max_unscored_fraction,
-        rules=selection_rules(config, advantages),
-        max_staleness=config.sync.max_staleness,
-        num_rollouts=config.run.num_rollout,
-        background=background,
-        timeline=timeline,
+    sampling = SamplingParams(
+        num_samples=config.algorithm.n_samples_per_prompt,
+        max_tokens=config.rollout.max_response_len,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k or -1,
+        min_p=config.rollout.min_p,
+        seed=config.rollout.seed,
     )
+    values: dict[str, Any] = {
+        "stream": stream,
+        "sampler": sampler,
+        "sampling": features.sampling(sampling),
+        "features": features,
+        "num_prompts": config.rollout.batch_size,
+        "num_shown": config.log.num_samples,
+        "shaping": shaping_rule(config),
+        "advantages": advantages,
+        "max_unscored_fraction": config.reward.max_unscored_fraction,
+        "rules": selection_rules(config, advantages),
+        "max_staleness": config.sync.max_staleness,
+        "num_rollouts": config.run.num_rollout,
+        "timeline": timeline,
+    }
+    if background is None:
+        return RolloutSource(**values)
+    from fsdptrain.trainer.samples.continuous import ContinuousSource
+
+    return ContinuousSource(**values, **vars(background), partial=config.sync.partial_rollout)
 
 
 def loss_config(algorithm: AlgorithmConfig) -> LossConfig:

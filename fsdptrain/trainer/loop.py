@@ -177,6 +177,10 @@ class TrainingLoop:
             from fsdptrain.algo.shaping import without_truncated
 
             samples = without_truncated(samples)
+        if self._config.masks_stale_tokens:
+            from fsdptrain.trainer.token_metrics import without_stale_tokens
+
+            samples = without_stale_tokens(samples, self.step - self._config.sync.max_staleness)
         steps = make_batches(samples, self._rules, rollout=self.step, images=rollout.images)
         if not steps:
             raise DataError(self._why_nothing_is_left(rollout))

@@ -57,7 +57,8 @@ class Reporter:
         if self._config.sync.max_staleness:
             from fsdptrain.trainer.token_metrics import staleness_metrics
 
-            found |= staleness_metrics(rollout.samples, step)
+            oldest = step - self._config.sync.max_staleness if self._config.masks_stale_tokens else 0
+            found |= staleness_metrics(rollout.samples, step, oldest=oldest)
         if self._config.environment.has_episodes:
             from fsdptrain.trainer.token_metrics import episode_metrics
 

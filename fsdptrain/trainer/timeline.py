@@ -82,19 +82,20 @@ class Timeline:
 class Stopwatch:
     """Measure the seconds per stage of one rollout: `with watch("train"): ...`, then `watch.seconds["train"]`.
 
-    Stages in `STAGES` are also recorded on the timeline.
+    Stages in `STAGES` are also recorded on the timeline, except those in `hidden`.
     """
 
-    def __init__(self, timeline: Timeline | None = None, rollout: int = 0) -> None:
+    def __init__(self, timeline: Timeline | None = None, rollout: int = 0, *, hidden: Collection[str] = ()) -> None:
         self.timeline = timeline or Timeline()
         self.rollout = rollout
         self.seconds: dict[str, float] = {}
+        self._hidden = hidden
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Time one stage. Repeated stages add up."""
         start = time.perf_counter()
-        if stage in STAGES:
+        if stage in STAGES and stage not in self._hidden:
             with self.timeline.stage(stage, self.rollout):
                 yield
         else:

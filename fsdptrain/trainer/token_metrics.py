@@ -1,6 +1,7 @@
 """Metrics of some runs only: the turns of episodes, and the age of the weights that sampled the tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdptrain.trainer.metrics import reduce_max, reduce_sums
 from fsdptrain.types import Metrics, Sample
@@ -21,26 +22,43 @@ def episode_metrics(samples: Sequence[Sample]) -> Metrics:
     }
 
 
-def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
+def staleness_metrics(samples: Sequence[Sample], step: int, *, oldest: int) -> Metrics:
     """Compute staleness/* over all ranks. Collective.
 
     The staleness of a trained token is the number of versions between its weights and the current version, `step`.
+    Tokens of versions below `oldest` are not trained.
     """
-    ages = [
-        step - version
+    versions = [
+        version
         for episode in samples
         for sample in episode.sequences
-        for version, own in zip(
-            sample.versions or [sample.policy_version] * len(sample.loss_mask), sample.loss_mask, strict=True
-        )
+        for version, own in zip(_versions(sample), sample.loss_mask, strict=True)
         if own
     ]
-    total = reduce_sums({"ages": sum(ages), "tokens": len(ages), "mixed": sum(s.versions is not None for s in samples)})
+    ages = [step - version for version in versions if version >= oldest]
+    mixed = sum(sample.versions is not None for sample in samples)
+    total = reduce_sums({"ages": sum(ages), "trained": len(ages), "sampled": len(versions), "mixed": mixed})
     return {
-        "staleness/mean": total["ages"] / max(1.0, total["tokens"]),
+        "staleness/mean": total["ages"] / max(1.0, total["trained"]),
         "staleness/max": reduce_max({"age": max(ages, default=0)})["age"],
         "staleness/mixed_version_samples": total["mixed"],
+        "staleness/masked_fraction": 1 - total["trained"] / max(1.0, total["sampled"]),
     }
+
+
+def without_stale_tokens(samples: Sequence[Sample], oldest: int) -> list[Sample]:
+    """Leave tokens of versions below `oldest` out of the loss. Their samples still count in the group baseline."""
+
+    def masked(sample: Sample) -> Sample:
+        rows = zip(_versions(sample), sample.loss_mask, strict=True)
+        return replace(sample, loss_mask=[own and version >= oldest for version, own in rows])
+
+    return [masked(sample) for sample in samples]
+
+
+def _versions(sample: Sample) -> list[int]:
+    """Return the version of each token."""
+    return sample.versions or [sample.policy_version] * len(sample.loss_mask)
 
 
 def _num_observed(loss_mask: Sequence[bool]) -> int:

@@ -4,9 +4,13 @@ vLLM is imported when an engine is built, because it patches torch at import.
 """
 
 import gc
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from fsdptrain.vllm.options import (
     routes_of,
     sampling_options,
 )
+from fsdptrain.vllm.requests import Request, Requests
 from fsdptrain.vllm.worker.readback import checksums
 
 _RESERVED = frozenset(
@@ -71,13 +76,20 @@ class VLLMEngine:
         self._adapter = AdapterSlot(self._llm) if options.get("enable_lora") else None
         self._ranks = _ranks_of_engine() if options.get("tensor_parallel_size", 1) > 1 else None
         self._limit = limit
-        self._num_steps = 0  # of the current `generate`
-        self._step, self._llm.llm_engine.step = self._llm.llm_engine.step, self._checked_step
+        self._num_steps = 0  # of the current `_run`
+        self._step: Callable[[], list[Any]] = self._llm.llm_engine.step
+        self._requests = Requests()
+        self._records_routes = bool(options.get("enable_return_routed_experts"))
 
     @property
     def is_collective(self) -> bool:
         """Whether `generate` waits for other ranks."""
         return self._ranks is not None
+
+    @property
+    def keeps_requests(self) -> bool:
+        """An adapter has another id in each version, and experts of tokens that are read again differ."""
+        return not (self.is_collective or self._adapter is not None or self._records_routes)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load the tensors of a checkpoint, by the names of its files, layer by layer; reset the prefix cache."""
@@ -107,52 +119,80 @@ class VLLMEngine:
     def _start_version(self, policy_version: int) -> None:
         if self._sleeps:
             self._llm.wake_up(tags=["kv_cache"])
-        if not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RolloutError("vLLM did not reset its prefix cache, which belongs to the old weights")
+        self._llm.llm_engine.set_weight_version(str(policy_version))
         self.policy_version = policy_version
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
-        if not self._has_weights:
-            raise RolloutError("vLLM has no weights: call update_weights first, also after sleep()")
+        self._require_weights()
         with self._limit.around(_GENERATE, checked=True):
             if self._ranks is not None:
                 return _generate_for_all_ranks(self._ranks, self._generate, prompts, sampling)
             return self._generate(prompts, sampling)
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        if not prompts:
-            return []
-        rows = [(prompt, index) for prompt in prompts for index in range(sampling.num_samples)]
-        self._num_steps = 0
-        try:
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": prompt.token_ids} for prompt, _ in rows],
-                [
-                    self._vllm.SamplingParams(n=1, **sampling_options(prompt, index, sampling, self._stop_token_ids))
-                    for prompt, index in rows
-                ],
-                use_tqdm=False,
-                lora_request=self._adapter.request if self._adapter else None,
-            )
-        except RolloutError:  # of `_checked_step`: vLLM still works on the requests
-            engine = self._llm.llm_engine
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-            raise
-        self._cached_tokens = sum(output.num_cached_tokens or 0 for output in outputs)
-        return [
-            self._completion(prompt, output.outputs[0], with_routes=sampling.with_routes)
-            for (prompt, _), output in zip(rows, outputs, strict=True)
-        ]
+    def submit(self, prompt: Prompt, sampling: SamplingParams) -> list[Future[Completion]]:
+        return [request.future for request in self._submit([prompt], sampling)]
 
-    def _checked_step(self) -> Any:
-        """Replaces the engine step of vLLM's loop. Ranks that share an engine stop at the same step."""
+    def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Like `generate`, from another thread. After a weight sync, vLLM reads the previous tokens again."""
+        return [request.future.result() for request in self._submit(prompts, sampling)]
+
+    def work(self, *, until: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Step vLLM with all requests. Not for engines that span ranks."""
+        self._require_weights()
+        end = time.monotonic() + seconds
+        with self._limit.around(_GENERATE, checked=True):
+            self._run(lambda: until() or time.monotonic() >= end)
+
+    def _submit(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Request]:
+        requests = [
+            Request(
+                prompt.token_ids,
+                self._vllm.SamplingParams(n=1, **sampling_options(prompt, index, sampling, self._stop_token_ids)),
+                partial(self._completion, prompt, with_routes=sampling.with_routes),
+            )
+            for prompt in prompts
+            for index in range(sampling.num_samples)
+        ]
+        for request in requests:
+            self._requests.add(request)
+        return requests
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        requests = self._submit(prompts, sampling)
+        self._run(lambda: all(request.future.done() for request in requests))
+        self._cached_tokens = sum(request.cached_tokens for request in requests)
+        return [request.future.result() for request in requests]
+
+    def _run(self, until: Callable[[], bool]) -> None:
+        """Step vLLM until the condition holds."""
+        engine, self._num_steps = self._llm.llm_engine, 0
+        while not until():
+            self._requests.start_new(self._llm, self._adapter.request if self._adapter else None)
+            if not engine.has_unfinished_requests():
+                self._requests.wait()
+                continue
+            try:
+                self._check_limit()
+            except RolloutError as error:
+                self._requests.fail(engine, error)
+                raise
+            for output in self._step():
+                self._requests.finish(output)
+
+    def _check_limit(self) -> None:
+        """Ranks that share an engine stop at the same step."""
         ranks, self._num_steps = self._ranks, self._num_steps + 1
         if ranks is None or self._num_steps % _STEPS_PER_CHECK == 0:
             is_over = self._limit.is_over
             if is_over if ranks is None else any_rank(is_over, ranks):
                 raise self._limit.error(_GENERATE)
-        return self._step()
+
+    def _require_weights(self) -> None:
+        if not self._has_weights:
+            raise RolloutError("vLLM has no weights: call update_weights first, also after sleep()")
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
         """Of the layers that vLLM computes with; tensors that cannot be read are left out."""
@@ -165,11 +205,11 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Free weights and cache on a GPU. `update_weights` must come before the next `generate`.
 
-        With an adapter the frozen weights move to host memory.
+        Requests stay and continue afterwards. With an adapter the frozen weights move to host memory.
         """
         self._has_weights = False
         if self._sleeps:
-            self._llm.sleep(level=2 if self._adapter is None else 1)
+            self._llm.sleep(level=2 if self._adapter is None else 1, mode="keep")
 
     def wake_up(self) -> None:
         """Allocate the weights; the cache is allocated after they have been loaded."""
@@ -177,25 +217,34 @@ class VLLMEngine:
             self._llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
-        """Free the device.
+        """End all requests and free the device.
 
         Does not call vLLM's shutdown, which destroys the trainer's process group too, and keeps vLLM from calling it
         at interpreter exit, when there is no group any more.
         """
+        self._requests.close(self._llm.llm_engine)
         self.sleep()
         self._llm.llm_engine.engine_core._finalizer.detach()
-        vars(self._llm.llm_engine).pop("step", None)  # it refers to this object, which refers to vLLM
         gc.unfreeze()  # vLLM froze the objects that existed at its start; they would be reported as leaks
         if self._adapter is not None:
             self._adapter.close()
 
     def _completion(self, prompt: Prompt, output: Any, *, with_routes: bool) -> Completion:
         tokens = list(output.token_ids)
+        versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
         logprobs = [found[token].logprob for token, found in zip(tokens, output.logprobs, strict=True)]
         if output.finish_reason not in ("stop", "length"):
             raise RolloutError(f"vLLM ended the completion of prompt {prompt.id!r} with {output.finish_reason!r}")
         routes = routes_of(output.routed_experts) if with_routes else None
-        return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version, routes=routes)
+        return Completion(
+            prompt.id,
+            tokens,
+            logprobs,
+            output.finish_reason,
+            versions[0],
+            routes=routes,
+            versions=versions if versions[0] != versions[-1] else None,
+        )
 
 
 def _generate_for_all_ranks(

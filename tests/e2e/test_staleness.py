@@ -85,7 +85,8 @@ def test_weights_that_never_change_make_the_same_rollouts_at_any_age(
     """Which prompts a round of dynamic sampling asks in place of others does depend on the age: first rounds do not."""
     made = []
     for age in (0, 1, 4):
-        train(checkpoint, tmp_path / str(age), kind, age, lr=0.0, **more)
+        in_order = {"partial_rollout": False} if age else {}  # else a step takes what is finished
+        train(checkpoint, tmp_path / str(age), kind, age, lr=0.0, **in_order, **more)
         rows = rows_of(tmp_path / str(age) / "samples.jsonl")
         made.append([(row["step"], row["prompt"], row["response"]) for row in rows if row["step"] > 0])
     if "dynamic_sampling" in more:
@@ -137,7 +138,7 @@ def test_a_killed_run_goes_on_without_losing_a_prompt_or_training_on_one_twice(
     whole = command.run([*argv, "--output-dir", str(tmp_path / "whole")], tmp_path / "log")
     assert whole.code == 0, whole.err
     rows = rows_of(tmp_path / "whole" / "samples.jsonl")
-    assert asked == [row["prompt"] for row in rows if row["set"] == "train"]
+    assert Counter(asked) == Counter(row["prompt"] for row in rows if row["set"] == "train")
     assert len(asked) == 9 * 16
 
 

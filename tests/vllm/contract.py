@@ -1,16 +1,17 @@
 """The contract of every engine: it answers with exactly the weights of the last update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import Config
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier
-from fsdptrain.types import Prompt, SamplingParams
+from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.agreement import build as build_engine
 from tests.agreement import difference
 from tests.testing import tiny_tokenizer
@@ -74,3 +75,19 @@ def perturb(backend: FSDPBackend, version: int) -> None:
     with torch.no_grad():
         for p in backend.model.parameters():
             p.mul_(1 + 0.3 * version)
+
+
+def logprobs_by_version(completion: Completion, folders: Sequence[Path], *, temperature: float) -> torch.Tensor:
+    """Return the logprob of each token under the weights of its version, of `folders` in turn. [R]
+
+    The weights of a token read the prompt and all earlier tokens.
+    """
+    prompt = next(prompt.token_ids for prompt in PROMPTS if prompt.id == completion.prompt_id)
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    found = torch.zeros(len(completion.token_ids))
+    for version, folder in enumerate(folders):
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits[0] / temperature
+        logprobs = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+        of_these = torch.tensor(completion.token_versions) % len(folders) == version
+        found = torch.where(of_these, logprobs.detach(), found)
+    return found

@@ -10,7 +10,7 @@ from fsdptrain.platform import GIB
 from tests.testing import spawn
 from tests.vllm import contract, models
 
-_OF_INTEREST = {"sleep", "wake_up", "collective_rpc", "reset_prefix_cache", "generate"}
+_OF_INTEREST = {"sleep", "wake_up", "collective_rpc", "reset_prefix_cache", "enqueue"}
 
 
 class Recorder:
@@ -54,6 +54,6 @@ def test_it_sleeps_around_training_and_its_cache_has_the_memory_that_was_given(t
         ("wake_up", ["kv_cache"]),
         ("reset_prefix_cache", None),
     ]
-    assert calls == [*woken, ("generate", None), ("sleep", 2)] * 2
+    assert calls == [*woken, ("enqueue", None), ("sleep", 2)] * 2
     assert cache == int(0.03 * GIB)
     assert all("vLLM has no weights: call update_weights first, also after sleep()" in text for text in said)

@@ -23,7 +23,7 @@ class KeepsCache:
         self._llm = llm
 
     def __getattr__(self, name: str) -> object:
-        return (lambda: True) if name == "reset_prefix_cache" else getattr(self._llm, name)
+        return (lambda **_: True) if name == "reset_prefix_cache" else getattr(self._llm, name)
 
 
 @contextmanager

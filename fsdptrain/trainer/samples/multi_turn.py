@@ -1,7 +1,6 @@
 """Multi-turn episodes: the model and an environment take turns, and each conversation becomes one sample."""
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -120,7 +119,6 @@ class MultiTurn:
     threads: StepThreads
     tokenizer: PreTrainedTokenizerBase
     max_turns: int
-    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # see SingleTurn
 
     def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
         return self._sample(self.engine.generate, prompts, sampling, watch, collective=True)
@@ -161,8 +159,7 @@ class MultiTurn:
             requests, params = [episode.next_prompt for episode in active], replace(sampling, num_samples=1)
         with agreed(), watch("reward"):
             self._finish(episodes)
-            with self._one_at_a_time:
-                results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
+            results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
             return GenerationRound(
                 samples=[_sample(*row) for row in zip(episodes, results.results, strict=True)],
                 prompts=[episode.prompt for episode in episodes],

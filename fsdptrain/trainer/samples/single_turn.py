@@ -1,6 +1,5 @@
 """Samplers: completions of prompts, scored by the reward."""
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -78,7 +77,6 @@ class SingleTurn:
     engine: RolloutEngine
     reward: ParallelReward
     tokenizer: PreTrainedTokenizerBase
-    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # rewards may not be thread-safe
 
     def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
         with raise_on_all_ranks(RolloutError, "rollout"):
@@ -95,7 +93,7 @@ class SingleTurn:
     ) -> GenerationRound:
         with watch("generate"):
             completions = generate(prompts, sampling)
-        with self._one_at_a_time, watch("reward"):
+        with watch("reward"):
             asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
             texts = [response_text(self.tokenizer, completion) for completion in completions]
             results = compute_rewards(self.reward, asked, texts)

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
 from fsdptrain.data.prompts import PromptStream
-from fsdptrain.distributed import raise_on_all_ranks, sum_over_ranks
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.rewards.results import RewardResults, check_failed_rewards
@@ -53,30 +52,17 @@ class SampleSource(Protocol):
     def collect(self, step: int) -> RolloutBatch: ...
 
 
-@dataclass(frozen=True)
-class PendingRollout:
-    """The prompts of one round of a rollout, and their samples or the future of them."""
-
-    rollout: int
-    prompts: list[Prompt]  # of all ranks
-    own: list[Prompt]
-    made: "GenerationRound | Future[GenerationRound]"
-    watch: Stopwatch
-
-
 @dataclass
-class RolloutSource:
-    """Draws prompts from a stream, samples and scores them, selects groups, and computes advantages.
+class GroupSource:
+    """Base of the sources that draw prompts from a stream, sample and score them, and compute advantages.
 
-    With `max_staleness` K, rollout r starts when the engine has the weights of version r - K. It runs on `background`
-    threads while the trainer continues, or runs immediately and is kept until its turn. The main thread draws prompts
-    and records results, identically on all ranks.
+    The main thread draws prompts and records results, identically on all ranks.
     """
 
     stream: PromptStream
     sampler: Sampler
     sampling: SamplingParams
-    num_prompts: int  # of all ranks
+    num_prompts: int  # of a rollout, of all ranks
     num_shown: int
     shaping: "ShapingRule | None"
     advantages: AdvantageRule
@@ -84,40 +70,35 @@ class RolloutSource:
     rules: SelectionRules = field(default_factory=SelectionRules)
     max_staleness: int = 0  # versions
     num_rollouts: int | None = None  # of the run: no rollouts are started beyond it
-    background: Executor | None = None  # for engines that generate while the trainer works
     timeline: Timeline = field(default_factory=Timeline)
     features: Features = NO_FEATURES
-    _ahead: deque[PendingRollout] = field(
-        init=False, default_factory=deque
-    )  # first rounds of future rollouts, in order
 
-    @property
-    def in_flight(self) -> bool:
-        return self.background is not None
+    def last_allowed(self, step: int) -> int:
+        """Return the number of the last rollout that may start when the engine has the weights of version `step`."""
+        last = step + self.max_staleness
+        return last if self.num_rollouts is None else min(last, max(step, self.num_rollouts - 1))
 
-    def run_ahead(self, step: int) -> None:
-        if self.in_flight:
-            self._ask_until(step)
-
-    def collect(self, step: int) -> RolloutBatch:
-        self._ask_until(step)
-        asked = self._ahead.popleft()
-        assert asked.rollout == step
-        watch, images, made = asked.watch, {}, NOTHING
-        selection = Selection(self.rules, wanted=self.num_prompts)
-        while selection.needs_round:
-            if selection.rounds:
-                asked = self._ask(step, selection.num_to_sample, selection.rounds, watch)
-            made += self._round(asked, selection, images)
-            check_failed_rewards(made.results, max_unscored_fraction=self.max_unscored_fraction)
-        selection.check(step)
-        samples = made.samples
-        if selection.rounds > 1:
-            from fsdptrain.trainer.samples.stream_order import in_stream_order
-
-            samples = in_stream_order(samples, selection.kept)
+    def draw(self, num_prompts: int) -> list[Prompt]:
+        """Draw the next prompts, of all ranks. Collective."""
         with raise_on_all_ranks(RolloutError, "rollout"):
-            shaped = samples if self.shaping is None else self.shaping.apply(samples)
+            return self.stream.next(num_prompts)
+
+    def check_rewards(self, results: RewardResults) -> None:
+        """Raise RewardError on all ranks if too many samples are unscored. Collective."""
+        check_failed_rewards(results, max_unscored_fraction=self.max_unscored_fraction)
+
+    def batch(
+        self,
+        samples: Sequence[Sample],
+        made: GenerationRound,
+        *,
+        images: Mapping[str, Images],
+        seconds: Mapping[str, float],
+        metrics: Metrics,
+    ) -> RolloutBatch:
+        """Shape rewards and compute the advantages of `samples`, whole groups. `made` is shown. Collective."""
+        with raise_on_all_ranks(RolloutError, "rollout"):
+            shaped = list(samples) if self.shaping is None else self.shaping.apply(samples)
             samples = assign_advantages(shaped, self.advantages)
             for feature in self.features:
                 feature.check_samples([s for sample in samples for s in sample.sequences])
@@ -125,54 +106,93 @@ class RolloutSource:
             samples=samples,
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
             results=made.results,
-            seconds=watch.seconds,
-            metrics=selection.metrics() | self.stream.metrics() | summed(made.counts),
+            seconds=seconds,
+            metrics=metrics | self.stream.metrics() | summed(made.counts),
             images=images,
         )
 
-    def _ask_until(self, step: int) -> None:
-        """Start all rollouts that are allowed when the engine has the weights of version `step`."""
-        last = step + self.max_staleness
-        if self.num_rollouts is not None:
-            last = min(last, max(step, self.num_rollouts - 1))
-        first = self._ahead[-1].rollout + 1 if self._ahead else step
-        for rollout in range(first, last + 1):
-            watch = Stopwatch(self.timeline, rollout + 1)
-            self._ahead.append(self._ask(rollout, self.num_prompts, 0, watch, in_flight=self.in_flight))
 
-    def _ask(
-        self, rollout: int, num_prompts: int, number: int, watch: Stopwatch, *, in_flight: bool = False
-    ) -> PendingRollout:
-        """Draw new prompts and start generating their samples. Every rank takes part in every round."""
-        with raise_on_all_ranks(RolloutError, "rollout"):
-            prompts = self.stream.next(num_prompts)
-        own, sampling = own_share(prompts), sampling_at(self.sampling, rollout, number)
-        if in_flight and self.background is not None:
-            made = self.background.submit(self.sampler.sample_in_flight, own, sampling, watch)
-        else:
-            made = self.sampler.sample(own, sampling, watch)
+@dataclass(frozen=True)
+class PendingRollout:
+    """One round of a rollout that was generated ahead of training."""
+
+    rollout: int
+    prompts: list[Prompt]  # of all ranks
+    own: list[Prompt]
+    made: GenerationRound
+    watch: Stopwatch
+
+
+@dataclass
+class RolloutSource(GroupSource):
+    """Generates whole rollouts on the training thread.
+
+    With `max_staleness` K, rollout r is generated with the weights of version r - K and kept until its turn.
+    """
+
+    _ahead: deque[PendingRollout] = field(
+        init=False, default_factory=deque
+    )  # first rounds of future rollouts, in order
+
+    @property
+    def in_flight(self) -> bool:
+        return False
+
+    def run_ahead(self, step: int) -> None:
+        """The engine generates only while the trainer waits for it."""
+
+    def collect(self, step: int) -> RolloutBatch:
+        self._generate_until(step)
+        pending = self._ahead.popleft()
+        assert pending.rollout == step
+        watch, images, made = pending.watch, {}, NOTHING
+        selection = Selection(self.rules, wanted=self.num_prompts)
+        while selection.needs_round:
+            if selection.rounds:
+                pending = self._generate(step, selection.num_to_sample, selection.rounds, watch)
+            made += self._select(pending, selection, images)
+            self.check_rewards(made.results)
+        selection.check(step)
+        samples = made.samples
+        if selection.rounds > 1:
+            from fsdptrain.trainer.samples.stream_order import in_stream_order
+
+            samples = in_stream_order(samples, selection.kept)
+        return self.batch(samples, made, images=images, seconds=watch.seconds, metrics=selection.metrics())
+
+    def _generate_until(self, step: int) -> None:
+        """Generate all rollouts that are allowed when the engine has the weights of version `step`."""
+        first = self._ahead[-1].rollout + 1 if self._ahead else step
+        for rollout in range(first, self.last_allowed(step) + 1):
+            watch = Stopwatch(self.timeline, rollout + 1)
+            self._ahead.append(self._generate(rollout, self.num_prompts, 0, watch))
+
+    def _generate(self, rollout: int, num_prompts: int, number: int, watch: Stopwatch) -> PendingRollout:
+        """Draw new prompts and generate their samples. Every rank takes part in every round."""
+        prompts = self.draw(num_prompts)
+        own = own_share(prompts)
+        made = self.sampler.sample(own, sampling_at(self.sampling, rollout, number), watch)
         return PendingRollout(rollout, prompts, own, made, watch)
 
-    def _round(self, asked: PendingRollout, selection: Selection, images: dict[str, Images]) -> GenerationRound:
-        """Wait for the samples of a round and return those that are kept.
+    def _select(self, pending: PendingRollout, selection: Selection, images: dict[str, Images]) -> GenerationRound:
+        """Return the samples of a round that are kept.
 
         Images are not sent with samples: every rank draws all prompts from the stream and so has all images.
         """
-        made = asked.made
-        if not isinstance(made, GenerationRound):
-            with raise_on_all_ranks(RolloutError, "rollout"):
-                made = made.result()
-        images |= images_of(asked.prompts)
-        groups = gather_results(asked.own, made.samples, self.rules)
-        for prompt, group in zip(asked.prompts, groups, strict=True):
+        images |= images_of(pending.prompts)
+        groups = gather_results(pending.own, pending.made.samples, self.rules)
+        for prompt, group in zip(pending.prompts, groups, strict=True):
             self.stream.record(prompt, passed=group.num_passed, tried=group.num_scored)
         chosen = selection.add(groups)
-        return made.only({prompt.id for prompt, kept in zip(asked.prompts, chosen, strict=True) if kept})
+        return pending.made.only({prompt.id for prompt, kept in zip(pending.prompts, chosen, strict=True) if kept})
 
 
 def summed(counts: Mapping[str, float]) -> Metrics:
-    """Sum over ranks, which have the same names. Collective unless there are none."""
-    return dict(zip(counts, sum_over_ranks(list(counts.values())), strict=True)) if counts else {}
+    """Sum by name over all ranks. A rank without groups has none. Collective."""
+    total: Metrics = {}
+    for found in gather(dict(counts)):
+        total |= {name: total.get(name, 0.0) + count for name, count in found.items()}
+    return total
 
 
 def images_of(prompts: Sequence[Prompt]) -> dict[str, Images]:

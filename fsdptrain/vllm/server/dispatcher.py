@@ -1,5 +1,7 @@
 """Distributes the requests of one rank over all servers, and resends those of a server that dies.
 
+Several calls of `run` at the same time share what is known of the servers.
+
 Resending is safe: a request counts as answered when its whole answer has arrived, and it carries its own seed, so that
 another server samples with the same numbers.
 """
@@ -9,7 +11,8 @@ import logging
 import math
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +38,7 @@ _OTHER_FILES = 256  # open files of data, logs and collectives
 _MAX_ROLLOUTS = 3  # rollouts and evaluations at the same time
 
 Request = Mapping[str, Any]
-Chunk = tuple[int, int]  # group, part of it
+Chunk = tuple[int, int, int]  # call of `run`, group, part of it
 
 
 @dataclass(eq=False)
@@ -62,42 +65,76 @@ class Dispatcher:
     request_timeout: float = math.inf  # for one request (--rollout-timeout) [s]
     newest: Callable[[], str | None] | None = None
     """For requests that outlive a weight sync: the servers' current tag, or None during a sync."""
-    first: int = 0  # ranks start with different servers
     preferred: str | None = None  # URL of the server to use while it is up
     progress: Callable[[], None] = lambda: None  # called when an answer has arrived
     check: Callable[[], None] = lambda: None  # called every _POLL_S; its error ends the rollout
 
-    async def run(self, requests: Sequence[Request], *, per_group: int) -> list[Generation]:
+    def __post_init__(self) -> None:
+        self._servers = [_Server(client, is_up=client.url in self.ready) for client in self.clients]
+        self._slots = asyncio.Semaphore(min(_MAX_IN_FLIGHT * len(self._servers), max_connections()))
+        self._chosen: dict[Chunk, _Server] = {}
+        self._num_calls = 0  # of `run`
+        self._num_running = 0  # of them, those that have not ended
+        self._watching: asyncio.Task[None] | None = None  # while any of them runs
+
+    async def run(self, requests: Sequence[Request], *, per_group: int, first: int = 0) -> list[Generation]:
         """The answer to each request, in order. RolloutError if too few servers are left.
 
         The requests of a group of `per_group` share a prompt. They go to the same servers, which cache it.
+
+        first: number of the server to start with, modulo the number of servers
         """
-        self._servers = [_Server(client, is_up=client.url in self.ready) for client in self.clients]
-        self._chosen: dict[Chunk, _Server] = {}
-        slots = asyncio.Semaphore(min(_MAX_IN_FLIGHT * len(self._servers), max_connections()))
-        chunk_size = max(1, min(per_group, -(-len(requests) // len(self._servers))))
-
-        async def answer(request: Request, chunk: Chunk) -> Generation:
-            async with slots:
-                return await self._answer(request, chunk)
-
+        self._num_calls += 1
+        call, chunk_size = self._num_calls, max(1, min(per_group, -(-len(requests) // len(self._servers))))
+        chunks = [(call, i // per_group, i % per_group // chunk_size) for i in range(len(requests))]
         try:
-            async with asyncio.TaskGroup() as group:
-                background = [group.create_task(self._watch(server)) for server in self._servers]
-                background.append(group.create_task(self._require_servers()))
-                chunks = [(i // per_group, i % per_group // chunk_size) for i in range(len(requests))]
-                tasks = [group.create_task(answer(*pair)) for pair in zip(requests, chunks, strict=True)]
+            async with self._watched() as watching, asyncio.TaskGroup() as group:
+                failing = group.create_task(_result_of(watching))
+                tasks = [
+                    group.create_task(self._answer(request, chunk, first))
+                    for request, chunk in zip(requests, chunks, strict=True)
+                ]
                 answers = [await task for task in tasks]
-                for task in background:
-                    task.cancel()
+                failing.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            for chunk in set(chunks):
+                self._chosen.pop(chunk, None)
         return answers
 
-    async def _answer(self, request: Request, chunk: Chunk) -> Generation:
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator["asyncio.Task[None]"]:
+        """Watch the servers while any call runs. The task ends only with an error."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch_all())
+        watching, self._num_running = self._watching, self._num_running + 1
+        try:
+            yield watching
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._watching = None
+                watching.cancel()
+                await asyncio.wait([watching])
+
+    async def _watch_all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self._servers:
+                    group.create_task(self._watch(server))
+                group.create_task(self._require_servers())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _answer(self, request: Request, chunk: Chunk, first: int) -> Generation:
+        async with self._slots:
+            return await self._try_servers(request, chunk, first)
+
+    async def _try_servers(self, request: Request, chunk: Chunk, first: int) -> Generation:
         errors: list[str] = []
         while len(errors) < _MAX_TRIES:
-            server = await self._take(chunk)
+            server = await self._take(chunk, first)
             server.num_in_flight += 1
             try:
                 work = server.client.generate(_as_retry(request, len(errors)), timeout=self.request_timeout)
@@ -120,14 +157,14 @@ class Dispatcher:
                 server.num_in_flight -= 1
         raise RolloutError(f"a request failed {_MAX_TRIES} times: {errors[-1]}")
 
-    async def _take(self, chunk: Chunk) -> _Server:
+    async def _take(self, chunk: Chunk, first: int) -> _Server:
         """The server of this chunk, or else the one with the fewest requests; waits until one is up."""
         while not any(server.is_up for server in self._servers):
             await asyncio.sleep(_POLL_S)
         preferred = next((server for server in self._servers if server.client.url == self.preferred), None)
         server = self._chosen.get(chunk, preferred)
         if server is None or not server.is_up:
-            start = self.first % len(self._servers)
+            start = first % len(self._servers)
             rotated = self._servers[start:] + self._servers[:start]
             server = min((server for server in rotated if server.is_up), key=lambda server: server.num_in_flight)
         self._chosen[chunk] = server
@@ -204,6 +241,11 @@ class Dispatcher:
                         f"--min-servers is {self.min_servers}: {'; '.join(server.why for server in down)}"
                     )
             await asyncio.sleep(_POLL_S)
+
+
+async def _result_of(task: "asyncio.Task[None]") -> None:
+    """Wait for a task without canceling it."""
+    await asyncio.shield(task)
 
 
 def max_connections() -> int:

@@ -79,6 +79,7 @@ class VLLMServerEngine:
         self._takes_adapters = False
         self._num_adapters = 0
         self._num_in_flight = 0
+        self._shared: Dispatcher | None = None  # of the requests in flight that start with the current weights
         self._is_syncing = self._is_closed = False
         self._changed = threading.Condition()  # guards `_tag`, `_num_in_flight`, `_is_syncing` and `_is_closed`
 
@@ -120,10 +121,13 @@ class VLLMServerEngine:
                 raise RolloutError("the engine is closed")
             # calls of one episode go to the same server, which caches their common prefix
             first = zlib.crc32(prompts[0].id.partition("@")[0].encode()) if len(prompts) == 1 else _rank()
-            dispatcher = self._dispatcher(newest=lambda: self._tag, progress=lambda: None, first=first)
+            dispatcher = self._shared
+            if dispatcher is None or dispatcher.tag != self._tag:
+                dispatcher = self._dispatcher(newest=lambda: self._tag, progress=lambda: None)
+                self._shared = dispatcher
             self._num_in_flight += 1
         try:
-            return self._run(dispatcher, prompts, sampling)[0]
+            return self._run(dispatcher, prompts, sampling, first=first)[0]
         finally:
             with self._changed:
                 self._num_in_flight -= 1
@@ -235,8 +239,15 @@ class VLLMServerEngine:
         return self._run(dispatcher, prompts, sampling, **options)
 
     def _run(
-        self, dispatcher: Dispatcher, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
+        self,
+        dispatcher: Dispatcher,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        first: int | None = None,
+        **options: Any,
     ) -> tuple[list[Completion], list[Generation]]:
+        """first: see `Dispatcher.run`."""
         rows = [(prompt, index) for prompt in prompts for index in range(sampling.num_samples)]
         if not rows:
             return [], []
@@ -251,7 +262,8 @@ class VLLMServerEngine:
             for prompt, index in rows
         ]
         with self._pointing_to_stacks():
-            generations = self.loop.run(dispatcher.run(requests, per_group=sampling.num_samples))
+            work = dispatcher.run(requests, per_group=sampling.num_samples, first=_rank() if first is None else first)
+            generations = self.loop.run(work)
         completions = [
             _completion(prompt, generation, with_routes=sampling.with_routes)
             for (prompt, _), generation in zip(rows, generations, strict=True)
@@ -270,7 +282,7 @@ class VLLMServerEngine:
             min_servers=self._min_servers,
             request_timeout=self.request_timeout,
             check=self.fleet.raise_if_unrecoverable if self.fleet else lambda: None,
-            **{"progress": self._show_progress, "first": _rank(), **options},
+            **{"progress": self._show_progress, **options},
         )
 
     def _show_progress(self) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fsdptrain.config import Config
-from fsdptrain.trainer.components import rollout_threads
+from fsdptrain.trainer.components import open_background
 from fsdptrain.trainer.data import build_data
 from tests.e2e.engines import InFlight
 from tests.testing import tiny_tokenizer
@@ -38,7 +38,7 @@ def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, h
 def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
     config = Config(
         hf_checkpoint="none", prompt_data="none", reward=["exact_match"], output_dir=str(tmp_path),
-        max_staleness=1, mismatch_correction="tis",
+        max_staleness=1, mismatch_correction="tis", rollout_slots=1,
     )  # fmt: skip
     engine, busy, end = InFlight(SimpleNamespace(weight_naming="module")), threading.Event(), threading.Event()
 
@@ -47,9 +47,9 @@ def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
         return end.wait(120)
 
     with pytest.raises(ZeroDivisionError), ExitStack() as stack:
-        threads = rollout_threads(config, engine, stack)
-        assert threads is not None
-        running, *waiting = [threads.submit(step) for _ in range(4)]
+        background = open_background(config, engine, stack)
+        assert background is not None
+        running, *waiting = [background.threads.submit(step) for _ in range(4)]
         assert busy.wait(60)
         raise ZeroDivisionError
     assert not running.done(), "it was waited for"

@@ -24,10 +24,11 @@ def dispatcher(*servers: ScriptedServer, **options: Any) -> Dispatcher:
     return Dispatcher(clients, ready=[client.url for client in clients], **values)
 
 
-def run(made: Dispatcher, count: int, *, per_group: int = 1) -> list[int]:
+def run(made: Dispatcher, count: int, *, per_group: int = 1, first: int = 0) -> list[int]:
     """The first token of each answer, which is the number of its request."""
     requests = [{"token_ids": [i]} for i in range(count)]
-    return [generation.token_ids[0] for generation in run_in_loop(made.run(requests, per_group=per_group))]
+    answers = run_in_loop(made.run(requests, per_group=per_group, first=first))
+    return [generation.token_ids[0] for generation in answers]
 
 
 @settings(max_examples=15, deadline=None)
@@ -39,7 +40,7 @@ def run(made: Dispatcher, count: int, *, per_group: int = 1) -> list[int]:
 )
 def test_every_request_gets_its_own_answer_while_one_server_lives(deaths, count, per_group, first):
     servers = [*(ScriptedServer(dies_after=number) for number in deaths), ScriptedServer()]
-    assert run(dispatcher(*servers, first=first), count, per_group=per_group) == list(range(count))
+    assert run(dispatcher(*servers), count, per_group=per_group, first=first) == list(range(count))
     for server in servers:
         server.shutdown()
         server.server_close()

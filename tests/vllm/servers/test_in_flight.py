@@ -3,10 +3,8 @@
 import itertools
 import threading
 import time
-from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.vllm import contract
@@ -47,7 +45,8 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
     for completion in made:
         assert completion.token_versions == sorted(completion.token_versions)
         assert completion.policy_version == completion.token_versions[0]
-        expected = by_version(completion, [model.first, model.other])
+        folders = [model.first, model.other]
+        expected = contract.logprobs_by_version(completion, folders, temperature=LONG.temperature)
         assert (expected - torch.tensor(completion.logprobs)).abs().max() < 1e-4
 
 
@@ -87,17 +86,3 @@ def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(model
     [before] = [count for body, count in watched.asked_bodies if "priority" in body]
     waited_for = ["priority" in body for body in watched.answered_bodies].index(True) - before
     assert waited_for < (total - before) / 2  # in the order of arrival: for nearly all
-
-
-def by_version(completion: Completion, folders: list[Path]) -> torch.Tensor:
-    """The logprob of each token under the weights of its version, of `folders` in turn, prompt and earlier tokens
-    included. [R]"""
-    prompt = next(prompt.token_ids for prompt in contract.PROMPTS if prompt.id == completion.prompt_id)
-    ids = torch.tensor([[*prompt, *completion.token_ids]])
-    found = torch.zeros(len(completion.token_ids))
-    for version, folder in enumerate(folders):
-        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits[0] / LONG.temperature
-        logprobs = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
-        of_these = torch.tensor(completion.token_versions) % len(folders) == version
-        found = torch.where(of_these, logprobs.detach(), found)
-    return found

@@ -1,0 +1,219 @@
+"""Continuous rollouts: a step trains on the first groups that are finished, and the others go on into later steps."""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from fsdptrain.distributed import gather, raise_on_all_ranks, sum_over_ranks
+from fsdptrain.errors import RolloutError
+from fsdptrain.protocols import SteppedEngine
+from fsdptrain.trainer.samples.selection import GroupResult, Selection, group_result
+from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound
+from fsdptrain.trainer.samples.source import GroupSource, RolloutBatch, images_of, sampling_at
+from fsdptrain.trainer.timeline import Stopwatch
+from fsdptrain.types import Metrics, Prompt, SamplingParams
+
+POLL_S = 0.1  # between two exchanges of what has finished on each rank
+
+
+@dataclass(eq=False)
+class Group:
+    """The samples of one prompt, while they are generated or wait to be trained."""
+
+    prompt: Prompt
+    owner: int  # rank
+    watch: Stopwatch
+    work: Future[GenerationRound] | None = None  # on the owner
+    result: GroupResult | None = None  # None: not known to be finished; the same on all ranks
+
+
+class SlotMeter:
+    """Average number of groups that are generated at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._area = 0.0  # groups x seconds since `_begin`
+        self._begin = self._last = time.monotonic()
+
+    def add(self, change: int) -> None:
+        with self._lock:
+            self._advance()
+            self._running += change
+
+    def take(self) -> float:
+        """Return the average since the last call."""
+        with self._lock:
+            self._advance()
+            average = self._area / max(1e-9, self._last - self._begin)
+            self._area, self._begin = 0.0, self._last
+            return average
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        self._area += self._running * (now - self._last)
+        self._last = now
+
+
+@dataclass
+class ContinuousSource(GroupSource):
+    """Generates each group on its own, for an engine that keeps requests across weight syncs.
+
+    With `max_staleness` K and B prompts per rollout, at most (K + 1) B groups are open: in generation, or finished and
+    not yet trained. Each weight sync starts B new ones. A step takes the B finished groups that were started first; at
+    most K steps later every group that finishes in time has been trained. A longer one goes on, across weight syncs,
+    and is trained when it is finished.
+    """
+
+    threads: Executor = field(kw_only=True)  # one thread per group that is generated at the same time
+    num_slots: int = field(kw_only=True)  # groups that are generated at the same time on this rank
+    partial: bool = True  # False: a step takes the groups that were started first, and waits for them
+    stepped: SteppedEngine | None = None  # the engine, if it generates on the thread that waits
+    _open: list[Group] = field(init=False, default_factory=list)  # in the order in which they were started
+    _first_step: int | None = field(init=False, default=None)
+    _num_started: int = field(init=False, default=0)
+    _changed: threading.Event = field(init=False, default_factory=threading.Event)  # a group of this rank has finished
+    _meter: SlotMeter = field(init=False, default_factory=SlotMeter)
+
+    @property
+    def in_flight(self) -> bool:
+        return self.stepped is None
+
+    def run_ahead(self, step: int) -> None:
+        """Start the groups that are allowed when the engine has the weights of version `step`."""
+        if self._first_step is None:
+            self._first_step = step
+        room = (self.last_allowed(step) - step + 1) * self.num_prompts - len(self._open)
+        while room > 0:
+            rollout, started = divmod(self._num_started, self.num_prompts)
+            count = min(room, self.num_prompts - started)
+            self._start(self.draw(count), self._first_step + rollout)
+            room -= count
+
+    def collect(self, step: int) -> RolloutBatch:
+        watch = Stopwatch(self.timeline, step + 1)
+        selection, taken = Selection(self.rules, wanted=self.num_prompts), list[Group]()
+        made, own = NOTHING, dist.get_rank()
+        self.run_ahead(step)
+        self._exchange()
+        while True:
+            judged = self._judge(selection, taken)
+            made += sum_of([group for group in judged if group.owner == own], kept=taken)
+            if len(selection.generated) >= self.num_prompts:
+                self.check_rewards(made.results)
+            if not selection.needs_round:
+                break
+            self.run_ahead(step)  # in place of groups that were dropped
+            with watch("generate") if self.stepped else nullcontext():
+                self._wait()
+        selection.check(step)
+        for group in taken:
+            self._open.remove(group)
+        longest = {"generate": 0.0, "reward": 0.0}
+        for group in taken:
+            longest |= {stage: max(longest[stage], group.watch.seconds.get(stage, 0.0)) for stage in longest}
+        return self.batch(
+            made.samples,
+            made,
+            images=images_of([group.prompt for group in taken]),
+            seconds={**longest, **watch.seconds},
+            metrics=selection.metrics() | self._slot_metrics(),
+        )
+
+    def _start(self, prompts: Sequence[Prompt], rollout: int) -> None:
+        """Assign the prompts to the ranks with the fewest open groups, and start those of this rank."""
+        sampling = sampling_at(self.sampling, rollout)
+        open_groups = [sum(group.owner == rank for group in self._open) for rank in range(dist.get_world_size())]
+        for prompt, owner in zip(prompts, assign(len(prompts), open_groups), strict=True):
+            hidden = ("generate",) if self.stepped else ()
+            group = Group(prompt, owner, Stopwatch(self.timeline, rollout + 1, hidden=hidden))
+            if owner == dist.get_rank():
+                group.work = self.threads.submit(self._generate, group, sampling)
+                group.work.add_done_callback(lambda _: self._changed.set())
+            self._open.append(group)
+        self._num_started += len(prompts)
+
+    def _generate(self, group: Group, sampling: SamplingParams) -> GenerationRound:
+        self._meter.add(1)
+        try:
+            return self.sampler.sample_in_flight([group.prompt], sampling, group.watch)
+        finally:
+            self._meter.add(-1)
+
+    def _judge(self, selection: Selection, taken: list[Group]) -> list[Group]:
+        """Take or drop groups that are finished, in the order in which they were started, until enough are taken."""
+        judged = []
+        for group in list(self._open):
+            if not selection.missing:
+                break
+            if group.result is None and self.partial:
+                continue
+            if group.result is None:
+                break
+            if group in taken:
+                continue
+            [is_kept] = selection.add([group.result])
+            self.stream.record(group.prompt, passed=group.result.num_passed, tried=group.result.num_scored)
+            judged.append(group)
+            if is_kept:
+                taken.append(group)
+            else:
+                self._open.remove(group)
+        selection.rounds = len(selection.generated) // selection.wanted
+        return judged
+
+    def _wait(self) -> None:
+        """Generate or wait until another group has finished on any rank. Collective."""
+        while True:
+            with raise_on_all_ranks(RolloutError, "rollout"):
+                if self.stepped is None:
+                    self._changed.wait(POLL_S)
+                else:
+                    self.stepped.work(until=self._changed.is_set, seconds=POLL_S)
+            if self._exchange():
+                return
+
+    def _exchange(self) -> bool:
+        """Exchange the results of groups that have finished. Returns whether there are any. Collective."""
+        self._changed.clear()
+        with raise_on_all_ranks(RolloutError, "rollout"):
+            own = [
+                (i, group_result(group.work.result().samples, self.rules, owner=group.owner))
+                for i, group in enumerate(self._open)
+                if group.result is None and group.work is not None and group.work.done()
+            ]
+        found = [pair for pairs in gather(own) for pair in pairs]
+        for index, result in found:
+            self._open[index].result = result
+        return bool(found)
+
+    def _slot_metrics(self) -> Metrics:
+        used, slots = sum_over_ranks([self._meter.take(), self.num_slots])
+        finished = sum(group.result is not None for group in self._open)
+        return {
+            "rollout/slot_occupancy": used / slots,
+            "rollout/finished_groups": float(finished),
+            "rollout/unfinished_groups": float(len(self._open) - finished),
+        }
+
+
+def sum_of(groups: Sequence[Group], *, kept: Sequence[Group]) -> GenerationRound:
+    """Join the samples of `groups`; of those not in `kept`, only the rewards."""
+    made = NOTHING
+    for group in groups:
+        assert group.work is not None
+        made += group.work.result() if group in kept else group.work.result().only(())
+    return made
+
+
+def assign(count: int, open_groups: Sequence[int]) -> list[int]:
+    """Return the rank of each of `count` new groups, in rank order: the ranks with the fewest `open_groups`."""
+    totals = list(open_groups)
+    for _ in range(count):
+        totals[totals.index(min(totals))] += 1
+    return [rank for rank, total in enumerate(totals) for _ in range(total - open_groups[rank])]

@@ -1,0 +1,99 @@
+"""Requests to vLLM in this process: submitted by any thread, answered while one thread steps the engine."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.types import Completion
+
+WAIT_S = 0.01  # for a request, before the condition of the caller is checked again
+
+
+class Request:
+    """One completion of one prompt."""
+
+    def __init__(self, token_ids: list[int], params: Any, read: Callable[[Any], Completion]) -> None:
+        """
+        params: vLLM's sampling parameters
+        read: makes the completion of vLLM's output
+        """
+        self.token_ids = token_ids
+        self.params = params
+        self.read = read
+        self.future: Future[Completion] = Future()
+        self.cached_tokens = 0  # of the prompt, from the prefix cache
+
+    def answer(self, output: Any) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        self.cached_tokens = output.num_cached_tokens or 0
+        try:
+            self.future.set_result(self.read(output.outputs[0]))
+        except RolloutError as error:
+            self.future.set_exception(error)
+
+    def fail(self, error: RolloutError) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+class Requests:
+    """The requests of one engine."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards `_new` and `_is_closed`
+        self._new: deque[Request] = deque()
+        self._running: dict[str, Request] = {}  # by vLLM's id of the request
+        self._is_closed = False
+
+    def add(self, request: Request) -> None:
+        with self._changed:
+            if self._is_closed:
+                raise RolloutError("the engine is closed")
+            self._new.append(request)
+            self._changed.notify()
+
+    def wait(self) -> None:
+        """Wait shortly for a new request."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._new, WAIT_S)
+
+    def start_new(self, llm: Any, lora_request: Any) -> None:
+        """Pass new requests to vLLM, and end those whose future was cancelled."""
+        cancelled = [id_ for id_, request in self._running.items() if request.future.cancelled()]
+        if cancelled:
+            llm.llm_engine.abort_request(cancelled)
+            for id_ in cancelled:
+                del self._running[id_]
+        new = self._take_new()
+        if not new:
+            return
+        prompts = [{"prompt_token_ids": request.token_ids} for request in new]
+        ids = llm.enqueue(prompts, [r.params for r in new], lora_request=lora_request, use_tqdm=False)
+        # vLLM adds a random suffix to the ids of requests, and answers with the id alone
+        self._running |= {id_.partition("-")[0]: request for id_, request in zip(ids, new, strict=True)}
+
+    def finish(self, output: Any) -> None:
+        request = self._running.pop(output.request_id, None) if output.finished else None
+        if request is not None:  # otherwise it was cancelled
+            request.answer(output)
+
+    def fail(self, engine: Any, error: RolloutError) -> None:
+        """End all requests with an error."""
+        engine.abort_request(list(self._running))
+        failed, self._running = [*self._running.values(), *self._take_new()], {}
+        for request in failed:
+            request.fail(error)
+
+    def _take_new(self) -> list[Request]:
+        with self._changed:
+            new, self._new = [request for request in self._new if not request.future.cancelled()], deque()
+        return new
+
+    def close(self, engine: Any) -> None:
+        with self._changed:
+            self._is_closed = True
+        self.fail(engine, RolloutError("the engine is closed"))

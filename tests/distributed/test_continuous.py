@@ -1,0 +1,271 @@
+"""Continuous rollouts: long groups hold nobody back, and every prompt is trained once, on any number of ranks."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
+from fsdptrain.config import DataConfig, RolloutConfig
+from fsdptrain.data.prompts import PromptStream
+from fsdptrain.data.rows import Row
+from fsdptrain.errors import RolloutError
+from fsdptrain.trainer.samples.continuous import ContinuousSource, SlotMeter, assign
+from fsdptrain.trainer.samples.selection import SelectionRules
+from fsdptrain.trainer.samples.single_turn import SingleTurn
+from fsdptrain.trainer.token_metrics import without_stale_tokens
+from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
+from tests.rewards import in_process
+from tests.testing import FakeRolloutEngine, spawn, tiny_tokenizer
+
+WANTED, STEPS = 4, 6
+LETTERS = [tiny_tokenizer()(letter)["input_ids"] for letter in "ny"]
+
+
+class Gated(FakeRolloutEngine):
+    """Answers each prompt when its gate is open, with the weights of that moment."""
+
+    def __init__(self, closed: Sequence[int]) -> None:
+        super().__init__(lambda prompt, index: LETTERS[(prompt.label % 3 > 0) * (index % 2)])
+        self.closed = set(closed)
+        self.changed = threading.Condition()
+        self.running = self.most_running = 0
+
+    def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        with self.changed:
+            self.running += 1
+            self.most_running = max(self.running, self.most_running)
+            self.changed.wait_for(lambda: prompts[0].label not in self.closed, 60)
+            self.running -= 1
+        time.sleep(0.002 * (prompts[0].label * 7 % 5))  # groups finish in another order than they start
+        if prompts[0].label == -1:
+            raise RolloutError("a server is gone")
+        return self.generate(prompts, sampling)
+
+    def open(self, label: int) -> None:
+        with self.changed:
+            self.closed.discard(label)
+            self.changed.notify_all()
+
+
+@contextmanager
+def source(
+    engine: Gated, *, first: int = 0, state: dict[str, Any] | None = None, slots: int = 64, **more: Any
+) -> Iterator[ContinuousSource]:
+    tokenizer = tiny_tokenizer()
+    rows = [Row(f"r:{i}", f"question {i}", label=first + i) for i in range(60)]
+    stream = PromptStream(
+        rows, tokenizer, data=DataConfig(prompt_data="x"), rollout=RolloutConfig(seed=1, shuffle=False)
+    )
+    if state is not None:
+        stream.load_state_dict(state)
+    threads = ThreadPoolExecutor(slots)
+    values = {"max_staleness": 1, "num_rollouts": STEPS, **more}
+    try:
+        yield ContinuousSource(
+            stream=stream,
+            sampler=SingleTurn(engine, in_process(lambda _, response: float(response == "y")), tokenizer),
+            sampling=SamplingParams(num_samples=4, max_tokens=8, seed=9),
+            num_prompts=WANTED,
+            num_shown=0,
+            shaping=None,
+            advantages=AdvantageRule(ADVANTAGES["grpo"], "group"),
+            max_unscored_fraction=0.1,
+            threads=threads,
+            num_slots=slots,
+            **values,
+        )
+    finally:
+        for label in list(engine.closed):
+            engine.open(label)
+        threads.shutdown()
+
+
+def labels(samples: Sequence[Sample]) -> list[int]:
+    """The labels of the groups of all ranks, in the order in which they were started."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [sample.group_id for sample in samples])
+    names = [name for part in found for name in part]
+    assert all(names.count(name) == 4 for name in names), "a group is whole"
+    return sorted({int(name.removeprefix("r:")) for name in names})
+
+
+def run(made: ContinuousSource, engine: Gated, steps: range = range(STEPS)) -> list[list[int]]:
+    """The groups of each step."""
+    found = []
+    for step in steps:
+        engine.policy_version = step
+        made.run_ahead(step)
+        found.append(labels(made.collect(step).samples))
+    return found
+
+
+def long_group() -> tuple[list[list[int]], list[list[int]], dict[str, float]]:
+    """Prompt 1 is answered before step 3: with partial rollouts and without."""
+    engine = Gated([1])
+    with source(engine) as made:
+        first = run(made, engine, range(3))
+        unfinished = made._slot_metrics()["rollout/unfinished_groups"]
+        engine.open(1)
+        while made._open[0].result is None:
+            made._exchange()
+        partial = [*first, *run(made, engine, range(3, STEPS))]
+    engine = Gated([1])
+    with source(engine, partial=False) as made:
+        threading.Timer(0.3, engine.open, [1]).start()
+        whole = run(made, engine)
+    return partial, whole, {"unfinished": unfinished}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_long_group_goes_on_into_a_later_step_and_every_prompt_is_trained_once(num_ranks: int) -> None:
+    for partial, whole, metrics in spawn(num_ranks, long_group):
+        assert [len(groups) for groups in partial] == [WANTED] * STEPS
+        assert sorted(label for groups in partial for label in groups) == list(range(WANTED * STEPS))
+        assert 1 in partial[3], "the oldest finished group comes first"
+        assert metrics["unfinished"] >= 1
+        assert whole == [list(range(WANTED * i, WANTED * (i + 1))) for i in range(STEPS)]
+
+
+def ages(staleness: int) -> list[int]:
+    """Of each sample: its step minus the version that sampled it."""
+    engine = Gated([])
+    with source(engine, max_staleness=staleness) as made:
+        found = []
+        for step in range(STEPS):
+            engine.policy_version = step
+            made.run_ahead(step)
+            batch = made.collect(step)
+            assert len(made._open) <= staleness * WANTED
+            found += [step - sample.policy_version for sample in batch.samples]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_groups_that_finish_in_time_are_as_old_as_is_allowed_at_most(num_ranks: int) -> None:
+    for found in spawn(num_ranks, ages, 2):
+        assert 0 <= min(found) <= max(found) <= 2
+
+
+def dynamic() -> tuple[list[list[int]], dict[str, float], dict[str, Any]]:
+    engine = Gated([])
+    rules = SelectionRules(dynamic=True, max_rounds=4)
+    with source(engine, rules=rules) as made:
+        groups, batch = [], None
+        for step in range(STEPS):
+            made.run_ahead(step)
+            batch = made.collect(step)
+            groups.append(labels(batch.samples))
+        assert batch is not None
+        return groups, dict(batch.metrics), made.stream.state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_groups_without_spread_are_replaced_and_no_prompt_is_lost(num_ranks: int) -> None:
+    for groups, metrics, state in spawn(num_ranks, dynamic):
+        kept = [label for step in groups for label in step]
+        assert len(kept) == len(set(kept)) == WANTED * STEPS
+        assert all(label % 3 for label in kept), "each third row teaches nothing"
+        assert metrics["selection/missing_groups"] == 0
+        pending = [row for _, row in state.get("pending", [])]
+        dropped = [label for label in range(max(kept)) if label % 3 == 0 and label not in pending]
+        assert not set(pending) & set(kept)
+        assert set(range(max(kept))) == set(kept) - {max(kept)} | set(dropped) | (set(pending) - {max(kept)})
+
+
+def resumed() -> list[list[int]]:
+    """Stop after step 2 with a group in flight, and continue from the state of the stream."""
+    engine = Gated([2])
+    with source(engine) as made:
+        first = run(made, engine, range(2))
+        state = made.stream.state_dict()
+    engine = Gated([])
+    with source(engine, state=state) as made:
+        return [*first, *run(made, engine, range(2, STEPS))]
+
+
+def test_a_resumed_run_trains_every_prompt_once() -> None:
+    for found in spawn(2, resumed):
+        assert 2 not in found[0] + found[1]
+        assert sorted(label for groups in found for label in groups) == list(range(WANTED * STEPS))
+
+
+def broken() -> tuple[str, int]:
+    """Row 5, which one rank owns, has the label -1."""
+    engine = Gated([])
+    with source(engine, first=-6) as made, pytest.raises(RolloutError) as caught:
+        run(made, engine)
+    return str(caught.value), engine.most_running
+
+
+def test_an_error_of_one_group_ends_all_ranks() -> None:
+    for message, _ in spawn(2, broken):
+        assert message.startswith("a server is gone")
+
+
+def few_slots() -> tuple[int, float, list[list[int]]]:
+    engine = Gated([0])
+    with source(engine, slots=2) as made:
+        threading.Timer(0.5, engine.open, [0]).start()
+        made.run_ahead(0)
+        occupancy = made.collect(0).metrics["rollout/slot_occupancy"]
+        return engine.most_running, occupancy, run(made, engine, range(1, STEPS))
+
+
+def test_no_more_groups_run_than_there_are_slots() -> None:
+    [(most, occupancy, groups)] = spawn(1, few_slots)
+    assert most == 2
+    assert 0.0 < occupancy <= 1.0
+    assert [len(step) for step in groups] == [WANTED] * (STEPS - 1)
+
+
+def test_new_groups_go_to_the_ranks_with_the_fewest() -> None:
+    assert assign(4, [0, 0]) == [0, 0, 1, 1]
+    assert assign(4, [5, 2, 2]) == [1, 1, 2, 2]
+    assert assign(0, [1]) == []
+
+
+def test_the_meter_averages_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    meter = SlotMeter()
+    for change, seconds in ((2, 3.0), (-1, 1.0)):
+        meter.add(change)
+        now[0] += seconds
+    assert meter.take() == (2 * 3 + 1) / 4
+    now[0] += 5.0
+    assert meter.take() == 1.0
+
+
+def test_only_tokens_within_the_staleness_are_trained() -> None:
+    mask = [False, True, True, False, True]
+    sample = Sample("g", [1] * 5, mask, [0.0] * 5, policy_version=3, versions=[3, 3, 4, 4, 5])
+    whole = Sample("g", [1] * 5, mask, [0.0] * 5, policy_version=3)
+    [mixed, old] = without_stale_tokens([sample, whole], 4)
+    assert mixed.loss_mask == [False, False, True, False, True]
+    assert not any(old.loss_mask)
+    assert [s.loss_mask for s in without_stale_tokens([sample, whole], 3)] == [mask, mask]
+
+
+def test_rewards_of_threads_that_wait_are_computed_together_and_each_gets_its_own() -> None:
+    first, sizes = threading.Event(), []
+
+    def by_list(prompts: list[Prompt], responses: list[str]) -> list[float]:
+        sizes.append(len(responses))
+        first.wait(30)
+        return [float(response) for response in responses]
+
+    prompt = Prompt("p", [1], "")
+    with closing(in_process(by_list)) as reward, ThreadPoolExecutor(8) as threads:
+        found = [threads.submit(reward.run, [(prompt, str(i)), (prompt, str(i + 0.5))]) for i in range(8)]
+        while len(reward._waiting) < 7:
+            time.sleep(0.01)
+        first.set()
+        rewards = [[outcome.reward for outcome in future.result(30)] for future in found]
+    assert rewards == [[i, i + 0.5] for i in range(8)]
+    assert sizes == [2, 14]
