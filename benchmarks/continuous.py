@@ -3,8 +3,8 @@
     python benchmarks/continuous.py --vllm-python .venv-vllm/bin/python             # two engines, 3 pairs each
     python benchmarks/continuous.py --vllm-python .venv-vllm/bin/python --quick     # one short pair; writes no file
 
-A tiny Qwen3 with random weights is trained by `fsdptrain` with vLLM on a CPU. Its responses have no end: each has 40
-tokens, or 400 where a hash of prompt and sample says so, the same in all runs. The two sides, in turn: `whole`, where a
+A tiny Qwen3 with random weights is trained by `fsdptrain` with vLLM on a CPU. Its responses have no end: each has 80
+tokens, or 800 where a hash of prompt and sample says so, the same in all runs. The two sides, in turn: `whole`, where a
 step waits for all samples of its rollout (--no-partial-rollout; with vLLM in process also --max-staleness 0, where
 nothing is generated ahead), and `continuous`. Tokens per second count tokens in the loss: masked ones do not count.
 """
@@ -28,8 +28,9 @@ from fsdptrain.tools.report.report import read_metrics
 from fsdptrain.types import Prompt, SamplingParams
 
 RESULTS = ROOT / "benchmarks" / "results" / "continuous.json"
-SHORT, LONG, ONE_IN = 40, 400, 20  # response lengths [tokens]; share of long ones
-WARM_UP = 3  # steps that are not counted: no group has gone on for long yet, and vLLM warms up
+SHORT, LONG, ONE_IN = 80, 800, 20  # response lengths [tokens]; share of long ones
+WARM_UP = 3  # first steps that are not counted: no group has gone on for long yet, and vLLM warms up
+DRAIN = 2  # last steps that are not counted: they wait for the groups that are left
 COMMON = [
     *("--prompt-data", "reasoning_gym:spell_backward?max_word_len=4&size=2000", "--system-prompt", ""),
     *("--reward", "benchmarks.continuous:variety", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"),
@@ -55,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vllm-python", type=Path, required=True, help="Python of an environment with vLLM")
     parser.add_argument("--engines", nargs="+", default=list(SIDES), choices=list(SIDES))
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path("runs/continuous"), help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="one pair of few steps; writes no file")
     args, begin = parser.parse_args(argv), record.header()
     folder = args.folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
-    steps, pairs = (WARM_UP + 2, 1) if args.quick else (args.steps, args.pairs)
+    steps, pairs = (WARM_UP + DRAIN + 2, 1) if args.quick else (args.steps, args.pairs)
     checkpoint, rows = save_model(folder / "model"), []
     for pair in range(pairs):
         for engine in args.engines:
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for found in summaries:
         print(json.dumps(found), flush=True)
     if not args.quick:
-        record.write(RESULTS, {**begin, "steps": steps - WARM_UP, "summary": summaries, "runs": rows})
+        record.write(RESULTS, {**begin, "steps": steps - WARM_UP - DRAIN, "summary": summaries, "runs": rows})
 
 
 def save_model(folder: Path) -> Path:
@@ -92,7 +93,7 @@ def measure(
     python = str(vllm_python) if engine == "vllm" else sys.executable
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     subprocess.run([python, __file__, "run", *argv], check=True, env=environment)
-    rows = [row for row in read_metrics(run) if "perf/step_s" in row][WARM_UP:]
+    rows = [row for row in read_metrics(run) if "perf/step_s" in row][WARM_UP:-DRAIN]
     seconds = sum(row["perf/step_s"] for row in rows)
     tokens = sum(32 * row["completion/length_mean"] * (1 - row.get("staleness/masked_fraction", 0.0)) for row in rows)
 
