@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 FLAG = "--verify-weight-sync"
 _HINT = f"the engine or the transfer is broken; {FLAG} off continues without verification"
+_MAX_LOSS = 1.0  # mean logprob difference of a lossy engine at the first sync
+_LOSS_MARGIN = 4.0  # its largest difference later, as a multiple of that at the first sync
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,16 @@ class WeightVerifier:
         *,
         dtype: torch.dtype,
         first_only: bool,
+        lossy: str = "",
     ) -> None:
+        """lossy: the option that makes the engine compute other logprobs on purpose"""
         self._engine = engine
         self._backend = backend
         self._probe = probe
         self._dtype = dtype
         self._first_only = first_only
+        self._lossy = lossy
+        self._bound = _MAX_LOSS if lossy else tolerance(dtype)  # of the mean logprob difference
         self._recorded = SentTensors()
         self._sent: dict[str, SentTensor] = {}  # in the trainer's order
         self._record_seconds = 0.0
@@ -126,6 +132,7 @@ class WeightVerifier:
         difference = self._compare_logprobs(checks, version)
         if is_first:
             self._learn_storage(checks)
+            self._learn_bound(difference)
         seconds = self._record_seconds + time.perf_counter() - start
         self._metrics = {"weight_sync/logprob_abs_diff": difference, "perf/verify_weight_sync_s": seconds}
 
@@ -200,14 +207,15 @@ class WeightVerifier:
         return max(differences)
 
     def _require_agreement(self, check: ReplicaCheck, difference: float, version: int) -> None:
-        bound = tolerance(self._dtype)
+        bound = self._bound
         if difference <= bound:
             return
+        reason = f"{self._lossy} explains" if self._lossy else f"rounding in {self._dtype} explains"
         if check.mismatches:
             raise RolloutError(self._mismatch_error(check.replica.name, list(check.mismatches), version))
         raise RolloutError(
             f"{FLAG}: logprobs of {check.replica.name} and of the trainer differ by {difference:.2g} under version "
-            f"{version}, more than the {bound:.2g} that rounding in {self._dtype} explains, though the "
+            f"{version}, more than the {bound:.2g} that {reason}, though the "
             f"{len(check.checksums or ())} readable tensors of {len(self._sent)} match; {_HINT}"
         )
 
@@ -231,6 +239,14 @@ class WeightVerifier:
         self._readable = frozenset(learned).intersection(*(readable for _, readable, _ in rows))
         self._kinds = {name: kind for name, (kind, _) in learned.items() if kind != "bits"}
         self._log_storage()
+
+    def _learn_bound(self, difference: float) -> None:
+        """From the first sync: by how much a lossy engine may differ, the same on all ranks. Collective."""
+        if self._lossy and self._kinds is not None:
+            largest = max(gather(difference))
+            self._bound = max(tolerance(self._dtype), _LOSS_MARGIN * largest)
+            line = "%s: with %s logprobs differ by %.2g at the first sync, and may differ by %.2g later"
+            log.info(line, FLAG, self._lossy, largest, self._bound)
 
     def _log_storage(self) -> None:
         if self._kinds:
@@ -302,10 +318,11 @@ def build_verifier(
         return None
     dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe = make_probe(config, tokenizer, max_positions=max_positions)
-    return WeightVerifier(engine, backend, probe, dtype=dtype, first_only=requested == "first")
+    first_only = requested == "first"
+    return WeightVerifier(engine, backend, probe, dtype=dtype, first_only=first_only, lossy=config.inexact_engine)
 
 
 def _reason_against(config: Config, engine: RolloutEngine) -> str:
     if not isinstance(engine, CheckedEngine | ReplicatedEngine):
         return f"--rollout-engine {config.rollout.engine} has no methods `checksums` and `cached_tokens`"
-    return f"with {config.inexact_engine} engine and trainer differ on purpose" if config.inexact_engine else ""
+    return ""

@@ -277,7 +277,7 @@ class Fleet:
 
         async def restore(client: VLLMClient) -> None:
             await push(client, weights, push_by, keep_requests=self._keep_requests)
-            if self._config.run.verify_weight_sync != "off" and not self._config.inexact_engine:
+            if self._config.run.verify_weight_sync != "off":
                 await require_weights(client, weights, push_by)
             await client.post("/resume", timeout=deadline.left)
 
