@@ -6,7 +6,6 @@ them on.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,13 +30,11 @@ from fsdptrain.model.loading.meta import model_config, resolve_checkpoint
 from fsdptrain.model.probes.kernels import require_no_fallback
 from fsdptrain.protocols import (
     FeatureEngine,
-    InFlightEngine,
     Logger,
     Loss,
     OffloadingBackend,
     RewardFunction,
     RolloutEngine,
-    SteppedEngine,
 )
 from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
@@ -50,6 +47,7 @@ from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.memory import build_planner, choose_sizes, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
+from fsdptrain.trainer.samples.background import Background, open_background
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
 from fsdptrain.trainer.speed import Speed
@@ -62,8 +60,6 @@ if TYPE_CHECKING:
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
 log = logging.getLogger(__name__)
-
-MAX_SLOTS = 512  # threads of one rank, by default
 
 # imported when a run has an agent
 AGENT_SAMPLER = registry.Table[Callable[..., Sampler]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
@@ -264,41 +260,6 @@ def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
     with raise_on_all_ranks(ConfigError, "--strict"):
         if strict:
             require_no_fallback(found)
-
-
-@dataclass(frozen=True)
-class Background:
-    """The threads in which groups are generated, for an engine that keeps requests across weight syncs."""
-
-    threads: Executor
-    num_slots: int  # groups at the same time on this rank
-    stepped: SteppedEngine | None  # the engine, if it generates on the training thread
-
-
-def open_background(config: Config, engine: RolloutEngine, stack: ExitStack) -> Background | None:
-    """Create the threads, ended after the engine. None: whole rollouts are generated on the training thread."""
-    if not config.sync.max_staleness or not isinstance(engine, InFlightEngine):
-        return None
-    stepped = engine if isinstance(engine, SteppedEngine) else None
-    if stepped is not None and not stepped.keeps_requests:
-        log.info("whole rollouts are generated ahead: this engine cannot continue requests after a weight sync")
-        return None
-    num_slots = rollout_slots(config)
-    threads = ThreadPoolExecutor(num_slots, thread_name_prefix="rollout")
-    stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # do not wait: other ranks wait for an error
-    return Background(threads, num_slots, stepped)
-
-
-def rollout_slots(config: Config) -> int:
-    """Return the number of groups that a rank generates at the same time."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if config.rollout.slots is not None:
-        return max(1, config.rollout.slots // num_ranks)
-    rollouts = 1 + config.sync.max_staleness
-    groups = -(-config.rollout.batch_size // num_ranks)
-    if config.environment.has_episodes:
-        groups = min(groups, config.environment.environment_workers // config.algorithm.n_samples_per_prompt)
-    return max(1, min(rollouts * groups, MAX_SLOTS))
 
 
 def build_weight_sync(

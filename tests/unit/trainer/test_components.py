@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from fsdptrain.config import Config
-from fsdptrain.trainer.components import open_background
 from fsdptrain.trainer.data import build_data
+from fsdptrain.trainer.samples.background import open_background
 from tests.e2e.engines import InFlight
 from tests.testing import tiny_tokenizer
 
