@@ -137,13 +137,13 @@ class SyncConfig(Section):
     NAME = "sync"
 
     max_staleness: Annotated[int, TUNING, RL_ONLY] = Field(default=0, ge=0)
-    """Generate ahead of training, with weights at most this many rollouts older than the trained weights. With
-    vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
+    """Start to generate at most this many rollouts ahead of training. With vllm-server, generation and training
+    overlap. 0: always the newest weights. [rollouts]"""
     partial_rollout: Annotated[bool, TUNING, RL_ONLY, Requires("max_staleness")] = True
     """With vllm and vllm-server, train on the first groups that are finished. Others go on into later steps, across
     weight syncs. Off: wait for the groups that were started first."""
-    mask_offpolicy_in_partial_rollout: Annotated[bool, TUNING, RL_ONLY, Requires("max_staleness")] = True
-    """Leave tokens out of the loss that are more than --max-staleness versions old when their sample is finished."""
+    mask_offpolicy_in_partial_rollout: Annotated[bool, TUNING, RL_ONLY, Requires("max_staleness")] = False
+    """Leave tokens out of the loss that are more than --max-staleness versions old when their group is trained."""
     offload_train: Annotated[
         bool,
         NEUTRAL,

@@ -99,6 +99,7 @@ def test_ranks_run_ahead_together_and_no_token_is_too_old(checkpoint: Path, tmp_
     argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
     argv += ["--max-staleness", "2", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
     argv[argv.index("--num-rollout") + 1] = "6"
+    argv += ["--mask-offpolicy-in-partial-rollout"]
     result = command.run(
         [*argv, "--environment", "examples.calculator.calculator:Calculator", "--max-turns", "2"],
         tmp_path / "log",
