@@ -391,7 +391,7 @@ def build_agent_sampler(
     )
     return AgentSampler(
         engine=engine,
-        harness=Command(agent.command) if agent.function is None else AsyncFunction(agent.function),
+        harness=Command(agent.command) if agent.function is None else AsyncFunction(agent.function, agent.close),
         episodes=episodes,
         endpoint=Endpoint(episodes),
         reward=reward,

@@ -1,7 +1,7 @@
 """Sections of the data, the rewards and the environment."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -121,7 +121,7 @@ class EnvironmentConfig(Section):
     """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
     episode_timeout: Annotated[float | None, NEUTRAL] = Field(default=None, gt=0.0)
     """Deadline of an agent's episode, which is unscored if it misses it. Default: a third of --dist-timeout. [s]"""
-    environment_kwargs: Annotated[dict[str, bool | int | float | str], Requires("environment")] = Field(default={})
+    environment_kwargs: Annotated[dict[str, Any], Requires("environment")] = Field(default={})
     """Arguments of the environment's constructor, or of the agent's function."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum turns per episode. [model responses]"""
