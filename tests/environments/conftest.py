@@ -46,3 +46,12 @@ def play(episodes: ScriptedEpisodes) -> Iterator[Callable[..., Any]]:
 
     yield lambda agent, row, timeout=30.0: asyncio.run(run(agent, row, timeout))
     endpoint.close()
+
+
+def words_of_nltk(folder: Path, word: str = "game") -> Path:
+    """Write a word list of NLTK with one word, instead of downloading one. Returns the folder of NLTK's data."""
+    words = folder / "nltk" / "corpora" / "words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text(f"{word}\n")
+    return folder / "nltk"

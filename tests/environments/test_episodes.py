@@ -2,19 +2,22 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdptrain.agents.harness import AgentError
+from fsdptrain.config import load_recipe
 from fsdptrain.environments.openenv import OpenEnv
 from fsdptrain.environments.verifiers import Verifiers
 from fsdptrain.errors import ConfigError
 from tests.agents.scripted import ScriptedEpisodes
-from tests.environments.conftest import OPENENV, VERIFIERS
+from tests.environments.conftest import OPENENV, VERIFIERS, words_of_nltk
 
 Play = Callable[..., Any]
 Close = Callable[[Any], Any]
+RECIPES = Path(__file__).parents[2] / "recipes"
 SUNNY = ["sunny in Rome", "sunny in Oslo"]
 
 
@@ -60,12 +63,30 @@ def test_a_verifiers_episode_that_fails_or_hangs_costs_itself(
     assert play(agent, one)["letters"] == 0.5 * len("say one" + "more")
 
 
+def test_textarena_rewards_the_model_that_finds_the_word(
+    play: Play, closing: Close, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NLTK_DATA", str(words_of_nltk(tmp_path, "game")))
+    agent = closing(Verifiers({"id": "textarena", "game": "Hangman-v0"}, python=VERIFIERS, num_tasks=1))
+    # The model repeats the message, which begins with [GAME].
+    assert play(agent, agent.dataset()[0]) == {"game_reward": 1.0, "reward": 1.0}
+
+
 def test_openenv_tools_are_tools_of_the_model(play: Play, closing: Close, episodes: ScriptedEpisodes) -> None:
     agent = closing(OpenEnv(app="weather_app:app", python=OPENENV, instruction="Rome Oslo"))
     assert play(agent, agent.dataset()[3]) == {"reward": 1.0, "invalid_action": 0.0}
     first, second = episodes.calls
     assert first.tools[0]["function"]["name"] == "report"
     assert (second.messages or ())[-1]["content"] == "sunny in {}"
+
+
+def test_the_openenv_server_of_the_recipe_rewards_the_number(play: Play, closing: Close) -> None:
+    recipe = load_recipe(RECIPES / "grpo_openenv_guess_number_qwen3_4b.yaml")
+    agent = closing(OpenEnv(**recipe.environment.environment_kwargs, python=OPENENV))
+    first, *_ = rows = agent.dataset()
+    assert len(rows) == 1000
+    assert "a number from 1 to 100" in first["prompt"]
+    assert play(agent, first) == {"reward": 0.0, "invalid_action": 0.0}  # the model repeats the hint
 
 
 def test_an_openenv_episode_that_fails_hangs_or_dies_costs_itself(play: Play, closing: Close) -> None:

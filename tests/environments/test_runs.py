@@ -3,16 +3,17 @@
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from fsdptrain.config import load_recipe
 from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of, trained
-from tests.environments.conftest import FOREIGN, OPENENV, VERIFIERS
+from tests.environments.conftest import FOREIGN, OPENENV, VERIFIERS, words_of_nltk
 from tests.testing import reserved_port, save_tiny_checkpoint
 
 FLAGS = [
@@ -22,15 +23,35 @@ FLAGS = [
 ]
 
 
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = [  # than the models of recipes
+    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--save-interval", "0"),
+    *("--rollout-max-prompt-len", "1000", "--no-gradient-checkpointing", "--max-tokens-per-gpu", "2048"),
+]
+
+
+def _recipe(name: str) -> Mapping[str, Any]:
+    """Return the arguments of the environment."""
+    return load_recipe(RECIPES / f"{name}.yaml").environment.environment_kwargs
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
 
 
-def run(model: Path, folder: Path, environment: str, kwargs: dict[str, Any], *flags: str, code: int = 0) -> Any:
+def run(
+    model: Path,
+    folder: Path,
+    environment: str,
+    kwargs: dict[str, Any],
+    *flags: str,
+    code: int = 0,
+    variables: Mapping[str, str] | None = None,
+) -> Any:
     argv = ["--hf-checkpoint", str(model), "--output-dir", str(folder / "run"), "--environment", environment]
     argv += ["--environment-kwargs", json.dumps(kwargs), *FLAGS, *flags]
-    process = command.start(argv, folder, {"PYTHONPATH": str(FOREIGN)})
+    process = command.start(argv, folder, {"PYTHONPATH": str(FOREIGN), **(variables or {})})
     process.join(200)
     process.kill()
     process.join()
@@ -60,6 +81,26 @@ def test_the_trainer_gets_rewards_and_tokens_of_verifiers_and_survives_its_end(m
     assert "say one" in samples[0]["prompt"]
     failed = [sample for sample in samples if sample["reward"] is None]
     assert ["its process ended with exit code 3" in sample["response"] for sample in failed] == [True] * 2
+
+
+def test_the_recipe_of_verifiers_trains_on_hangman(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kwargs = {
+        "taskset": {"id": "textarena", "game": "Hangman-v0"},
+        "python": VERIFIERS,
+        "num_tasks": 4,
+        "player": {"max_turns": 2, "sampling": {"max_tokens": 20}},
+    }
+    assert kwargs["taskset"] == _recipe("grpo_verifiers_hangman_qwen3_4b")["taskset"]
+    flags = ["--recipe", str(RECIPES / "grpo_verifiers_hangman_qwen3_4b.yaml"), "--no-skip-zero-advantage", *SMALL]
+    variables = {"NLTK_DATA": str(words_of_nltk(tmp_path))}
+    [row], samples = run(model, tmp_path, "verifiers", kwargs, *flags, variables=variables)
+    assert row["agent/failed_episodes"] == 0
+    assert row["agent/calls"] >= 4
+    assert row["reward/game_reward"] == row["reward/mean"] == 0  # no letter of the word
+    assert row["mismatch/abs_max"] < 1e-4
+    assert "You are playing Hangman" in samples[0]["prompt"]
 
 
 def test_a_taskset_that_is_not_there_is_one_line_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
