@@ -319,7 +319,8 @@ class AgentSampler:
                 if isinstance(result, Exception):
                     episode.fail(self._reason(result))
                 elif not episode.record.calls:
-                    episode.fail("the agent made no model call")
+                    refused = episode.counts["refused_calls"]
+                    episode.fail(f"the agent made no model call{f'; {refused} were refused' if refused else ''}")
         finally:
             cancelled.set()
             generation.close()

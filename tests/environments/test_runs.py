@@ -25,8 +25,8 @@ FLAGS = [
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = [  # than the models of recipes
-    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--save-interval", "0"),
-    *("--rollout-max-prompt-len", "1000", "--no-gradient-checkpointing", "--max-tokens-per-gpu", "2048"),
+    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "2", "--num-rollout", "1"),
+    *("--rollout-max-prompt-len", "1500", "--no-gradient-checkpointing", "--max-tokens-per-gpu", "2048"),
 ]
 
 

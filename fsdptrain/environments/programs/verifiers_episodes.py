@@ -55,8 +55,10 @@ def _local(config: Any) -> Any:
 
 
 def _row(data: Any) -> dict[str, Any]:
-    metadata = {"task": data.model_dump(mode="json")}
-    return {"prompt": data.prompt_text or data.name or f"task {data.idx}", "label": "", "metadata": metadata}
+    prompt: Any = data.prompt_text or data.name or f"task {data.idx}"
+    if data.system_prompt:
+        prompt = [{"role": "system", "content": data.system_prompt}, {"role": "user", "content": prompt}]
+    return {"prompt": prompt, "label": "", "metadata": {"task": data.model_dump(mode="json")}}
 
 
 def _reward(episode: Any) -> dict[str, float]:

@@ -36,7 +36,7 @@ class Letters(Environment[LettersAction, LettersObservation, State]):
             case 6:
                 os._exit(3)
             case 7:
-                time.sleep(600)
+                time.sleep(4)
         self._turns += 1
         return LettersObservation(echo="more", reward=0.5 * len(action.text), done=self._turns == 2)
 
