@@ -1,12 +1,13 @@
 """`--environment openenv`: servers of OpenEnv, with a client in a Python that has it. See docs/verifiers_openenv.md."""
 
-from typing import Any
-
-from openai import AsyncOpenAI
+from typing import TYPE_CHECKING, Any
 
 from fsdptrain.environments.worker import Rows, Worker
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Prompt
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 class OpenEnv:
@@ -40,7 +41,7 @@ class OpenEnv:
         options |= {"instruction": instruction, "max_turns": max_turns, "max_tokens": max_tokens}
         self._worker = Worker("openenv", "openenv_episodes.py", python=python, options=options)
 
-    async def __call__(self, client: AsyncOpenAI, prompt: Prompt) -> Any:
+    async def __call__(self, client: "AsyncOpenAI", prompt: Prompt) -> Any:
         return await self._worker.run(prompt, url=str(client.base_url), key=client.api_key)
 
     def dataset(self) -> Rows:

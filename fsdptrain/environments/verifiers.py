@@ -1,12 +1,13 @@
 """`--environment verifiers`: environments of verifiers 0.4, in a Python that has it. See docs/verifiers_openenv.md."""
 
 from collections.abc import Mapping
-from typing import Any
-
-from openai import AsyncOpenAI
+from typing import TYPE_CHECKING, Any
 
 from fsdptrain.environments.worker import Rows, Worker
 from fsdptrain.types import Prompt
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 class Verifiers:
@@ -30,7 +31,7 @@ class Verifiers:
         options = {"taskset": taskset, "num_tasks": num_tasks, **env}
         self._worker = Worker("verifiers", "verifiers_episodes.py", python=python, options=options)
 
-    async def __call__(self, client: AsyncOpenAI, prompt: Prompt) -> Any:
+    async def __call__(self, client: "AsyncOpenAI", prompt: Prompt) -> Any:
         return await self._worker.run(prompt, url=str(client.base_url), key=client.api_key)
 
     def dataset(self) -> Rows:
