@@ -62,7 +62,7 @@ test-environments: install verifiers openenv  ## the part of `make test` that ne
 verifiers: .venv-verifiers/.installed  ## make .venv-verifiers, for --environment verifiers
 
 .venv-verifiers/.installed: constraints-verifiers.txt
-	@echo "Installing verifiers into .venv-verifiers, 0.5 GB: a minute on the first call, nothing later."
+	@echo "Installing verifiers into .venv-verifiers, 0.6 GB: a minute on the first call, nothing later."
 	@$(PYTHON) -m venv .venv-verifiers
 	@.venv-verifiers/bin/pip install --quiet --disable-pip-version-check --constraint constraints-verifiers.txt 'verifiers[ta]==0.4.0'
 	@touch $@
@@ -70,7 +70,7 @@ verifiers: .venv-verifiers/.installed  ## make .venv-verifiers, for --environmen
 openenv: .venv-openenv/.installed  ## make .venv-openenv, for --environment openenv
 
 .venv-openenv/.installed: constraints-openenv.txt
-	@echo "Installing openenv into .venv-openenv, 0.6 GB: a minute on the first call, nothing later."
+	@echo "Installing openenv into .venv-openenv, 0.5 GB: a minute on the first call, nothing later."
 	@$(PYTHON) -m venv .venv-openenv
 	@.venv-openenv/bin/pip install --quiet --disable-pip-version-check --constraint constraints-openenv.txt openenv==0.10.0
 	@touch $@

@@ -43,7 +43,8 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
             messages += [message_to_wire(message) for message in prompt or ()]
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0))
+            client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)  # the trainer cancels
+            await stack.enter_async_context(client)
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             options: dict[str, Any] = {"model": ctx.model, **({"tools": tools} if tools else {})}
             while True:

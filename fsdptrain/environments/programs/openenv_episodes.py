@@ -108,7 +108,7 @@ class Player:
         from openai import AsyncOpenAI, BadRequestError
         from openenv.core import GenericEnvClient
 
-        model = AsyncOpenAI(base_url=request["url"], api_key=request["key"], max_retries=0)
+        model = AsyncOpenAI(base_url=request["url"], api_key=request["key"], max_retries=0, timeout=None)
         environment = GenericEnvClient(base_url=self.url, message_timeout_s=3600)
         total, invalid = 0.0, 0.0
         async with model, environment:
