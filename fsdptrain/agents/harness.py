@@ -42,6 +42,7 @@ class AsyncFunction:
     """
 
     function: Callable[[Any, Prompt], Awaitable[Any]]
+    at_end: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -55,7 +56,9 @@ class AsyncFunction:
     def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any:
         return asyncio.run(self._run(prompt, url, key, timeout))
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self.at_end is not None:
+            self.at_end()
 
     async def _run(self, prompt: Prompt, url: str, key: str, timeout: float) -> Any:
         import openai
@@ -103,7 +106,7 @@ class Command:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_environment(url, key),
+            env={**program_environment(), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL},
             start_new_session=True,  # a process group, to end what it starts too
             text=True,
             errors="replace",
@@ -126,12 +129,11 @@ class Command:
             _kill(group)
 
 
-def _environment(url: str, key: str) -> dict[str, str]:
+def program_environment() -> dict[str, str]:
     """Return the variables of a program: those of the trainer without its ranks, and no proxy for the endpoint."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
     no_proxy = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
-    ours = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
-    return {**kept, **ours, "no_proxy": no_proxy, "NO_PROXY": no_proxy}
+    return {**kept, "no_proxy": no_proxy, "NO_PROXY": no_proxy}
 
 
 def _kill(group: int) -> None:

@@ -320,7 +320,8 @@ class AgentSampler:
                 if isinstance(result, Exception):
                     episode.fail(self._reason(result))
                 elif not episode.record.calls:
-                    episode.fail("the agent made no model call")
+                    refused = episode.counts["refused_calls"]
+                    episode.fail(f"the agent made no model call{f'; {refused} were refused' if refused else ''}")
         finally:
             cancelled.set()
             generation.close()
@@ -392,7 +393,7 @@ def build_agent_sampler(
     )
     return AgentSampler(
         engine=engine,
-        harness=Command(agent.command) if agent.function is None else AsyncFunction(agent.function),
+        harness=Command(agent.command) if agent.function is None else AsyncFunction(agent.function, agent.close),
         episodes=episodes,
         endpoint=Endpoint(episodes),
         reward=reward,

@@ -1,7 +1,7 @@
 """Sections of the data, the rewards and the environment."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -116,12 +116,13 @@ class EnvironmentConfig(Section):
 
     environment: Annotated[str | None, GENERATES] = None
     """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name, see
-    docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md."""
+    docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md. Or
+    `verifiers` or `openenv`, see docs/verifiers_openenv.md."""
     environment_command: Annotated[str | None, GENERATES, Excludes("environment")] = None
     """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
     episode_timeout: Annotated[float | None, NEUTRAL] = Field(default=None, gt=0.0)
     """Deadline of an agent's episode, which is unscored if it misses it. Default: a third of --dist-timeout. [s]"""
-    environment_kwargs: Annotated[dict[str, bool | int | float | str], Requires("environment")] = Field(default={})
+    environment_kwargs: Annotated[dict[str, Any], Requires("environment")] = Field(default={})
     """Arguments of the environment's constructor, or of the agent's function."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum turns per episode. [model responses]"""

@@ -13,7 +13,12 @@ from fsdptrain.protocols import Environment
 from fsdptrain.types import Prompt, Turn
 
 FLAG = "--environment"
-ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {}  # environments come from the user or from plug-ins only
+ENVIRONMENTS = registry.Table[Callable[..., Any]](
+    {
+        "openenv": "fsdptrain.environments.openenv:OpenEnv",
+        "verifiers": "fsdptrain.environments.verifiers:Verifiers",
+    }
+)
 
 OPTIONAL: Mapping[str, Any] = {"finish": None, "dataset": None, "system_prompt": None, "tools": ()}
 """Optional attributes of an environment and their defaults. `reset` and `step` are required."""
@@ -27,6 +32,7 @@ class Agent:
 
     function: Callable[[Any, Prompt], Awaitable[Reward]] | None
     command: str = ""
+    close: Callable[[], None] | None = None  # called at the end of the run
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
     """Build the environment named in `config` with its --environment-kwargs. None if no environment is named.
 
     A class is instantiated once. A function `(prompt, responses) -> Turn` becomes an environment without state; an
-    async function `(client, prompt)` is an agent.
+    async function `(client, prompt)` is an agent, and so is an object with an async `__call__`.
 
     Raises ConfigError for any other object, and for arguments that it does not accept.
     """
@@ -61,7 +67,8 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
                 f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or a function "
                 "(prompt, responses) -> Turn"
             )
-    holder = made.function.func if isinstance(made, Agent) and isinstance(made.function, partial) else made
+    holder = made.function if isinstance(made, Agent) else made
+    holder = holder.func if isinstance(holder, partial) else holder
     found = {name: getattr(holder, name, without) for name, without in OPTIONAL.items()}
     for method in ("finish", "dataset"):
         if found[method] is not None and not callable(found[method]):
@@ -91,7 +98,10 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
         inspect.signature(found).bind(**kwargs)  # also raises TypeError if `found` is not callable
     except TypeError as error:
         raise ConfigError(f"{FLAG} {name} cannot be made with --environment-kwargs {dict(kwargs)}: {error}") from error
-    return found(**kwargs)
+    made = found(**kwargs)
+    if inspect.iscoroutinefunction(getattr(type(made), "__call__", None)):  # noqa: B004  # async or not, it is callable
+        return Agent(made, close=getattr(made, "close", None))
+    return made
 
 
 def _find(name: str) -> Any:

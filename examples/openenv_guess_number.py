@@ -1,0 +1,56 @@
+"""The game of examples/guess_number.py as a server of OpenEnv 0.10. With the Python that has openenv, serve it alone by
+
+python -m uvicorn examples.openenv_guess_number:app --port 8000
+"""
+# pyright: reportMissingImports=false
+
+from random import Random
+from typing import Any
+
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from openenv.core.env_server.types import EnvironmentMetadata
+from pydantic import Field
+
+HIGHEST = 100
+
+
+class Guess(Action):
+    guess: str = Field(description=f"a number from 1 to {HIGHEST}")
+
+
+class Hint(Observation):
+    hint: str
+
+
+class GuessNumber(Environment[Guess, Hint, State]):
+    """The model guesses a number and gets `higher` or `lower` until it is right."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number, self._steps = 0, 0
+
+    def get_metadata(self) -> EnvironmentMetadata:
+        return EnvironmentMetadata(name="guess_number", description=f"I think of a number from 1 to {HIGHEST}.")
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Hint:
+        self._number, self._steps = Random(seed).randint(1, HIGHEST), 0
+        return Hint(hint="Guess it.")
+
+    def step(self, action: Guess, timeout_s: float | None = None, **kwargs: Any) -> Hint:
+        self._steps += 1
+        try:
+            guess = int(action.guess)
+        except ValueError:
+            return Hint(hint="That is no number.", reward=0.0, done=True)
+        if guess == self._number:
+            return Hint(hint="Right.", reward=1.0, done=True)
+        return Hint(hint="higher" if guess < self._number else "lower", reward=0.0)
+
+    @property
+    def state(self) -> State:
+        return State(step_count=self._steps)
+
+
+app = create_fastapi_app(GuessNumber, Guess, Hint, max_concurrent_envs=64)
