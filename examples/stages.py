@@ -16,6 +16,7 @@ from examples.quickstart.model import save_start
 
 Row = Mapping[str, Any]  # `prompt`, and `response` or `label`
 NUM_DEMONSTRATIONS = 20_000
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}  # two heads learn later to copy results
 BOTH = ["--no-bf16", "--max-tokens-per-gpu", "4096", "--adam-beta2", "0.99"]
 WARM_UP = [
     *("--algorithm", "sft", "--label-key", "response", "--lr", "4e-3", "--min-lr", "4e-4", "--lr-warmup-iters", "20"),
@@ -41,7 +42,7 @@ def build_parser(doc: str, folder: str, *, warm_up_steps: int, rollouts: int) ->
 def warm_up(args: Namespace, demonstrations: Iterable[Row], words: Sequence[str]) -> None:
     """Train an untrained model on rows of `prompt` and `response`. Each of the `words` is one token."""
     folder: Path = args.output_dir
-    save_start(folder / "start", seed=args.seed, words=words)
+    save_start(folder / "start", seed=args.seed, words=words, **HEADS)
     data = write_rows(folder / "demonstrations.jsonl", demonstrations)
     flags = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(data), *WARM_UP]
     _run(args, "sft", [*flags, "--num-rollout", str(args.warm_up_steps)])

@@ -22,14 +22,8 @@ VERBS = {"+": "Add", "-": "Subtract"}
 ENDS = ("```python\nprint(", ")\n```")
 WORDS = ["Read x. ", *VERBS.values(), ", then multiply by ", ". Print the result.", *ENDS, "int(input())"]
 NUM_HELD_OUT = 64
-SMALLER = [
-    "--rollout-batch-size",
-    "8",
-    "--global-batch-size",
-    "32",
-    "--lr",
-    "5e-4",
-]  # a test takes 0.07 s: Python starts in a sandbox
+# 128 tests in a rollout: each starts Python in a sandbox, which takes 0.07 s of a core.
+SMALLER = ["--rollout-batch-size", "8", "--global-batch-size", "32", "--lr", "5e-4"]
 Task = tuple[str, int, int]  # sign, first number, factor
 
 

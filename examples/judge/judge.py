@@ -29,13 +29,13 @@ def score(message: str) -> int:
 
 
 @contextmanager
-def serve() -> Iterator[tuple[str, str]]:
-    """Serve the judge on a free port of this machine. Yield its address and its key."""
+def serve() -> Iterator[tuple[str, str, str]]:
+    """Serve the judge on a free port of this machine. Yield its URL, the name of its model, and its key."""
     key = secrets.token_hex(16)
     with _Server(("127.0.0.1", 0), partial(_Handler, f"Bearer {key}")) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/v1", key
+            yield f"http://127.0.0.1:{server.server_port}/v1", "rule", key
         finally:
             server.shutdown()
 

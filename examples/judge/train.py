@@ -4,7 +4,7 @@
 
 A task is `Ask Anna for the salt.` The warm-up imitates people who use each of three courtesies half of the time. GRPO
 learns from `--reward judge` alone to use all of them. The judge (judge.py) is a rule that stands in for a language
-model; with a real one, the flags in `judge_flags` change, and nothing else.
+model. To use a real one, replace `serve()` in `main` by `nullcontext(("https://host/v1", "its name", "its key"))`.
 """
 
 import os
@@ -25,6 +25,7 @@ VERBS = (", give me the ", ", could you give me the ")
 PLEASE = ("", ", please")
 ENDS = (".", ". Thank you.")
 WORDS = ["Ask ", " for the ", *PEOPLE, *THINGS, *VERBS, PLEASE[1], ENDS[1]]
+RUBRIC = Path(__file__).with_name("rubric.txt")
 NUM_HELD_OUT = 44  # of 144 tasks
 
 
@@ -35,14 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     held_out, tasks = tasks[:NUM_HELD_OUT], tasks[NUM_HELD_OUT:]
     warm_up(args, demonstrations(tasks, args.seed), WORDS)
     data = write_tasks(args.output_dir, map(row_of, tasks), map(row_of, held_out))
-    with serve() as (url, key):
+    with serve() as (url, model, key):
         os.environ["JUDGE_API_KEY"] = key
-        reinforce(args, [*judge_flags(url), *data, "--label-key", ""], ["eval/heldout/reward_mean"])
-
-
-def judge_flags(url: str) -> list[str]:
-    rubric = Path(__file__).with_name("rubric.txt")
-    return ["--reward", "judge", "--judge-url", url, "--judge-model", "rule", "--judge-rubric", str(rubric)]
+        judge = ["--reward", "judge", "--judge-url", url, "--judge-model", model, "--judge-rubric", str(RUBRIC)]
+        reinforce(args, [*judge, *data, "--label-key", ""], ["eval/heldout/reward_mean"])
 
 
 def row_of(task: tuple[str, str]) -> dict[str, str]:

@@ -42,13 +42,16 @@ def build_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def save_start(target: Path, *, seed: int, words: Sequence[str] = WORDS) -> Path:
-    """Write the untrained model, with the sizes in model.json, and its tokenizer, in which each word is a token."""
+def save_start(target: Path, *, seed: int, words: Sequence[str] = WORDS, **sizes: int) -> Path:
+    """Write the untrained model and its tokenizer, in which each word is a token. `sizes` override model.json."""
     tokenizer = build_tokenizer(words)
-    sizes = json.loads(Path(__file__).with_name("model.json").read_text())
+    default_sizes = json.loads(Path(__file__).with_name("model.json").read_text())
     torch.manual_seed(seed)
     config = Qwen3Config(
-        **sizes, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+        **{**default_sizes, **sizes},
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     Qwen3ForCausalLM(config).save_pretrained(target)
     tokenizer.save_pretrained(target)

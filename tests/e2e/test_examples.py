@@ -135,13 +135,12 @@ def test_the_judge_counts_courtesies(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = Prompt("p", [1], "", source=judge.row_of(("Anna", "salt"))["prompt"])
     rude, kind = "Anna, give me the salt.", "Anna, could you give me the salt, please. Thank you."
     responses = [rude, kind, kind.replace("salt", "tea"), kind.replace("Anna", "Leo")]
-    rubric = (ROOT / "examples" / "judge" / "rubric.txt").read_text()
 
     async def rewards(url: str, *texts: str) -> list[float]:
-        ask = Judge(url, "rule", rubric)
+        ask = Judge(url, "rule", judge.RUBRIC.read_text())
         return [await ask(prompt, text) for text in texts]
 
-    with serve() as (url, key):
+    with serve() as (url, _, key):
         monkeypatch.setenv(API_KEY, key)
         assert asyncio.run(rewards(url, *responses)) == [0.1, 1.0, 0.0, 0.0]
         monkeypatch.setenv(API_KEY, "another")
