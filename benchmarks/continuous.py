@@ -3,7 +3,7 @@
     python benchmarks/continuous.py --vllm-python .venv-vllm/bin/python             # two engines, 3 pairs each
     python benchmarks/continuous.py --vllm-python .venv-vllm/bin/python --quick     # one short pair; writes no file
 
-A Qwen3 of 24 narrow layers with random weights is trained by `fsdptrain` with vLLM on a CPU. It has so many layers that
+A Qwen3 of 12 narrow layers with random weights is trained by `fsdptrain` with vLLM on a CPU. It has so many layers that
 the time of a decoding step hardly depends on the number of sequences, as on a GPU. Responses have no end: each has 80
 tokens, or 800 where a hash of prompt and sample says so, the same in all runs. The two sides, in turn: `whole`, where a
 step waits for all samples of its rollout (--no-partial-rollout; with vLLM in process also --max-staleness 0, where
@@ -34,7 +34,7 @@ WARM_UP = 3  # first steps that are not counted: no group has gone on for long y
 DRAIN = 2  # last steps that are not counted: they wait for the groups that are left
 COMMON = [
     *("--prompt-data", "reasoning_gym:spell_backward?max_word_len=4&size=2000", "--system-prompt", ""),
-    *("--reward", "benchmarks.continuous:variety", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"),
+    *("--reward", "benchmarks.continuous:variety", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
     *("--rollout-max-prompt-len", "100", "--rollout-max-response-len", str(LONG), "--max-tokens-per-gpu", "2048"),
     *("--lr", "1e-4", "--no-bf16", "--eval-interval", "0", "--keep-last", "0", "--no-export", "--log-to"),
     *("--rollout-kv-cache-gib", "0.25", "--rollout-engine-args", "max_num_seqs=128"),
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def save_model(folder: Path) -> Path:
     from tests.testing import save_tiny_checkpoint
 
-    return save_tiny_checkpoint(folder, head_dim=32, num_hidden_layers=24)
+    return save_tiny_checkpoint(folder, head_dim=32, num_hidden_layers=12)
 
 
 def measure(
@@ -96,7 +96,7 @@ def measure(
     subprocess.run([python, __file__, "run", *argv], check=True, env=environment)
     rows = [row for row in read_metrics(run) if "perf/step_s" in row][WARM_UP:-DRAIN]
     seconds = sum(row["perf/step_s"] for row in rows)
-    tokens = sum(32 * row["completion/length_mean"] * (1 - row.get("staleness/masked_fraction", 0.0)) for row in rows)
+    tokens = sum(16 * row["completion/length_mean"] * (1 - row.get("staleness/masked_fraction", 0.0)) for row in rows)
 
     def mean(name: str) -> float | None:
         found = [row[name] for row in rows if name in row]

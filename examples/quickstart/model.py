@@ -2,6 +2,7 @@
 
 import json
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 QUESTION = "Spell this word backward (example: sun -> nus): "  # as in reasoning-gym
-TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+WORDS = ["<think>", "</think>", "<answer>", "</answer>", QUESTION]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}<|assistant|>{{ message.content }}<|end|>"
@@ -19,10 +20,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per printable character and tag, and one for the start of every question.
+def build_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per printable character, and one for each of the words.
 
-    Tags are not special tokens, because these are removed from the text that the reward gets.
+    Words, such as tags, are not special tokens, because these are removed from the text that the reward gets.
     """
     special = ["<|pad|>", "<|unk|>", "<|end|>", "<|user|>", "<|assistant|>"]
     vocab = {token: index for index, token in enumerate([*special, *string.printable[:95], "\n"])}
@@ -30,7 +31,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in [*TAGS, QUESTION]])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<|pad|>",
@@ -41,13 +42,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_start(target: Path, *, seed: int) -> Path:
-    """Write the untrained model, with the sizes in model.json, and its tokenizer."""
-    tokenizer = build_tokenizer()
-    sizes = json.loads(Path(__file__).with_name("model.json").read_text())
+def save_start(target: Path, *, seed: int, words: Sequence[str] = WORDS, **sizes: int) -> Path:
+    """Write the untrained model and its tokenizer, in which each word is a token. `sizes` override model.json."""
+    tokenizer = build_tokenizer(words)
+    default_sizes = json.loads(Path(__file__).with_name("model.json").read_text())
     torch.manual_seed(seed)
     config = Qwen3Config(
-        **sizes, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+        **{**default_sizes, **sizes},
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     Qwen3ForCausalLM(config).save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -1,15 +1,15 @@
 """Episodes from the command line: a model learns to use a tool, and a run resumes bitwise."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
-from random import Random
 
 import pytest
 
-from examples import guess_number
+from examples import stages
+from examples.calculator import train as calculator
+from examples.guess_number.game import GuessNumber
 from fsdptrain.types import Prompt
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN, metrics_of, rows_of, trained
@@ -17,23 +17,16 @@ from tests.e2e.test_train import learned
 
 ROOT = Path(__file__).parents[2]
 CALCULATOR = "examples.calculator.calculator:Calculator"
-_SPEC = importlib.util.spec_from_file_location("calculator", ROOT / "examples" / "calculator" / "train.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-calculator = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(calculator)
+GRPO = [*calculator.ENVIRONMENT, *calculator.TASK, *stages.GRPO, *stages.BOTH]
 
 
 @pytest.fixture(scope="module")
 def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half of the time it asks the calculator, half of the time it guesses: the first half of the example, shorter."""
     folder = tmp_path_factory.mktemp("calculator")
-    calculator.save_start(folder / "start", 0)
-    rows = calculator.write_demonstrations(folder / "rows.jsonl", Random(0), count=13_000)
-    flags = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(rows), "--output-dir", str(folder / "sft")]
-    flags += [*calculator.WARM_UP, *calculator.BOTH, "--rollout-seed", "0", "--num-rollout", "200", "--log-to"]
-    result = command.run(flags, folder, timeout=400)
-    assert result.code == 0, result.err
+    argv = ["--output-dir", str(folder)]
+    args = stages.build_parser("", "", warm_up_steps=200, rollouts=0).parse_args(argv)
+    stages.warm_up(args, calculator.demonstrations(args.seed), calculator.WORDS)
     return folder / "sft" / "hf"
 
 
@@ -41,15 +34,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) -> None:
     """From half right to nearly always right, on products that it never saw and cannot compute itself."""
     run = tmp_path / "run"
-    flags = [
-        "--hf-checkpoint",
-        str(warm_model),
-        "--output-dir",
-        str(run),
-        *calculator.ENVIRONMENT,
-        *calculator.GRPO,
-        *calculator.BOTH,
-    ]
+    flags = ["--hf-checkpoint", str(warm_model), "--output-dir", str(run), *GRPO]
     flags += ["--num-rollout", "12", "--eval-interval", "12", "--rollout-seed", "0", "--keep-last", "0"]
     result = command.run([*flags, "--log-to"], tmp_path, timeout=400)
     assert result.code == 0, result.err
@@ -65,7 +50,7 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
 
     shown = [row for row in rows_of(run / "samples.jsonl") if row["reward"] == 1.0]
     assert {row["set"] for row in shown} == {"train", "heldout"}
-    pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|tool\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
+    pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|user\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
     for a, b, heard, answer in (re.fullmatch(pattern, row["response"]).groups() for row in shown):  # type: ignore[union-attr]
         assert int(a) * int(b) == int(heard) == int(answer)
 
@@ -88,7 +73,7 @@ def test_a_model_learns_as_an_agent_to_ask_a_calculator(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> None:
-    base = ["--hf-checkpoint", str(warm_model), *calculator.ENVIRONMENT, *calculator.GRPO, *calculator.BOTH]
+    base = ["--hf-checkpoint", str(warm_model), *GRPO]
     base += ["--rollout-batch-size", "4", "--global-batch-size", "16", "--eval-size", "3", "--eval-interval", "2"]
     base += ["--save-interval", "1", "--no-export", "--log-to"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -107,7 +92,14 @@ def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> 
 def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), "--environment-kwargs", "highest=9"]
-    flags += ["--environment", "examples.guess_number:GuessNumber", "--prompt-data", "environment", "--eval-size", "4"]
+    flags += [
+        "--environment",
+        "examples.guess_number.game:GuessNumber",
+        "--prompt-data",
+        "environment",
+        "--eval-size",
+        "4",
+    ]
     flags += ["--num-rollout", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-bf16"]
     result = command.run([*flags, "--rollout-max-response-len", "16", "--log-to"], tmp_path)
     assert result.code == 0, result.err
@@ -143,7 +135,7 @@ def test_what_cannot_be_played_ends_in_one_line(
 
 
 def test_the_example_is_a_game() -> None:
-    game, prompt = guess_number.GuessNumber(highest=3), Prompt("p", [1], "")
+    game, prompt = GuessNumber(highest=3), Prompt("p", [1], "")
     number = game.reset(prompt, seed=5)
     assert number == game.reset(prompt, seed=5)
     assert game.step(number, str(number)).reward == 1.0

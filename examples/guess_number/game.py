@@ -1,6 +1,6 @@
 """A custom environment: a class with `reset` and `step`.
 
-    fsdptrain --hf-checkpoint Qwen/Qwen3-0.6B --environment examples.guess_number:GuessNumber \\
+    fsdptrain --hf-checkpoint Qwen/Qwen3-0.6B --environment examples.guess_number.game:GuessNumber \\
               --prompt-data environment --max-turns 8 --rollout-max-response-len 512
 
 Set the arguments of the class with `--environment-kwargs highest=1000`. For optional members, see docs/environments.md.
@@ -17,10 +17,10 @@ class GuessNumber:
 
     def __init__(self, highest: int = 100) -> None:
         self.highest = highest
+        self.rules = f"I think of a number from 1 to {highest}. Guess it, and answer with a number and nothing else."
 
     def dataset(self) -> Sequence[Mapping[str, object]]:
-        game = f"I think of a number from 1 to {self.highest}. Guess it, and answer with a number and nothing else."
-        return [{"prompt": f"Game {i}. {game}"} for i in range(1000)]
+        return [{"prompt": f"Game {i}. {self.rules}"} for i in range(1000)]
 
     def reset(self, prompt: Prompt, seed: int) -> int:
         return Random(seed).randint(1, self.highest)
