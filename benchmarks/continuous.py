@@ -89,10 +89,11 @@ def measure(
     run = folder / f"{engine}-{side.replace(', ', '-')}-{pair}"
     argv = ["--hf-checkpoint", str(checkpoint), *COMMON, "--rollout-engine", engine, *SIDES[engine][side]]
     argv += ["--num-rollout", str(steps), "--output-dir", str(run), "--rollout-seed", str(pair)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     if engine == "vllm-server":
         argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(vllm_python.absolute())]
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0"  # one core for the server, the others for the trainer
     python = str(vllm_python) if engine == "vllm" else sys.executable
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     subprocess.run([python, __file__, "run", *argv], check=True, env=environment)
     rows = [row for row in read_metrics(run) if "perf/step_s" in row][WARM_UP:-DRAIN]
     seconds = sum(row["perf/step_s"] for row in rows)

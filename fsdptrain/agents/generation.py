@@ -134,16 +134,23 @@ class SteppedGeneration:
 
     engine: SteppedEngine
     _submitted: "list[Future[Completion]]" = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of `_submitted` and `_is_closed`
+    _is_closed: bool = False
 
     def submit(self, prompt: Prompt, sampling: SamplingParams) -> "Future[Completion]":
-        [future] = self.engine.submit(prompt, replace(sampling, num_samples=1))
-        self._submitted.append(future)
+        with self._lock:
+            if self._is_closed:
+                raise RolloutError("the rollout has ended")
+            [future] = self.engine.submit(prompt, replace(sampling, num_samples=1))
+            self._submitted.append(future)
         return future
 
     def run_until(self, done: "Future[Any]") -> None:
         self.engine.work(until=done.done)
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
         for future in self._submitted:
             future.cancel()
 

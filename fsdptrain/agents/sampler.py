@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import threading
 import time
@@ -285,7 +286,7 @@ class AgentSampler:
         ]
         with agreed:
             with watch("generate"):
-                self._run(episodes, generation)
+                self._run(episodes, generation, in_flight=in_flight)
             with watch("reward"):
                 results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
             samples = [_sample(*row) for row in zip(episodes, results.results, strict=True)]
@@ -299,11 +300,12 @@ class AgentSampler:
                 counts={f"agent/{name}": float(sum(e.counts[name] for e in episodes)) for name in COUNTS},
             )
 
-    def _run(self, episodes: Sequence[AgentEpisode], generation: Generation) -> None:
+    def _run(self, episodes: Sequence[AgentEpisode], generation: Generation, *, in_flight: bool) -> None:
         """Run all episodes. The engine works on this thread if it needs to."""
         if not episodes:
             return
-        deadline, cancelled = time.monotonic() + self.time_limit, threading.Event()
+        time_limit = math.inf if in_flight else self.time_limit  # in flight no other rank waits
+        deadline, cancelled = time.monotonic() + time_limit, threading.Event()
         ended: Future[list[Exception | None]] = Future()
         calls = [partial(self._run_episode, episode, deadline, cancelled) for episode in episodes]
 

@@ -137,12 +137,15 @@ class SyncConfig(Section):
     NAME = "sync"
 
     max_staleness: Annotated[int, TUNING, RL_ONLY] = Field(default=0, ge=0)
-    """Start to generate at most this many rollouts ahead of training. With vllm-server, generation and training
-    overlap. 0: always the newest weights. [rollouts]"""
+    """Start to generate at most this many rollouts ahead of training; see --partial-rollout for longer groups. With
+    vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
     partial_rollout: Annotated[bool, TUNING, RL_ONLY, Requires("max_staleness")] = True
     """With vllm and vllm-server, train on the first groups that are finished. Others go on into later steps, across
-    weight syncs. Off: wait for the groups that were started first."""
-    mask_offpolicy_in_partial_rollout: Annotated[bool, TUNING, RL_ONLY, Requires("max_staleness")] = False
+    weight syncs, so that their first tokens may be older than --max-staleness. Off: wait for the groups that were
+    started first, and train on no older token."""
+    mask_offpolicy_in_partial_rollout: Annotated[
+        bool, TUNING, RL_ONLY, Requires("max_staleness"), Requires("partial_rollout")
+    ] = False
     """Leave tokens out of the loss that are more than --max-staleness versions old when their group is trained."""
     offload_train: Annotated[
         bool,

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -49,8 +48,9 @@ class ParallelReward:
         components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
         self._runners: list[Runner] = []
         self._closed = False
-        self._waiting: deque[tuple[Sequence[Call], Future[list[Outcome]]]] = deque()
-        self._one_at_a_time = threading.Lock()
+        self._changed = threading.Condition()  # guards `_waiting` and `_is_running`
+        self._waiting: list[tuple[Sequence[Call], Future[list[Outcome]]]] = []
+        self._is_running = False
         with ExitStack() as stack:
             stack.callback(self.close)
             for component in components:
@@ -101,14 +101,21 @@ class ParallelReward:
         Any thread may call it. Samples of threads that wait meanwhile are scored together afterwards.
         """
         outcomes: Future[list[Outcome]] = Future()
-        self._waiting.append((calls, outcomes))
-        with self._one_at_a_time:
-            if not outcomes.done():
-                self._run_waiting()
+        with self._changed:
+            self._waiting.append((calls, outcomes))
+            self._changed.wait_for(lambda: outcomes.done() or not self._is_running)
+            if outcomes.done():
+                return outcomes.result()
+            self._is_running, together, self._waiting = True, self._waiting, []
+        try:
+            self._run_together(together)
+        finally:
+            with self._changed:
+                self._is_running = False
+                self._changed.notify_all()
         return outcomes.result()
 
-    def _run_waiting(self) -> None:
-        together = [self._waiting.popleft() for _ in range(len(self._waiting))]
+    def _run_together(self, together: Sequence[tuple[Sequence[Call], Future[list[Outcome]]]]) -> None:
         try:
             found = iter(self._run_all([call for calls, _ in together for call in calls]))
         except BaseException as error:  # noqa: BLE001  # each thread raises it

@@ -129,7 +129,8 @@ def build_components(
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
         if engine is not None and rewards is not None:
-            background = open_background(config, engine, stack)
+            is_agent = environment is not None and environment.is_agent
+            background = open_background(config, engine, stack, has_deadlines=is_agent)
             stack.callback(engine.close)
             weight_sync = build_weight_sync(config, engine, backend, tokenizer)
             sampler = build_sampler(instructed, tokenizer, engine, rewards, environment)
@@ -383,7 +384,9 @@ def build_source(
         return RolloutSource(**values)
     from fsdptrain.trainer.samples.continuous import ContinuousSource
 
-    return ContinuousSource(**values, **vars(background), partial=config.sync.partial_rollout)
+    return ContinuousSource(
+        **values, **vars(background), partial=config.sync.partial_rollout, timeout=config.launch.dist_timeout
+    )
 
 
 def loss_config(algorithm: AlgorithmConfig) -> LossConfig:

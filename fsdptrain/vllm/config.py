@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 SERVER_ENGINE = "vllm-server"
 DESCRIBE_S = 120.0  # for a server to describe itself: it inspects its whole machine first
-LOSSY_ENGINE_ARGS = frozenset({"quantization", "kv_cache_dtype"})  # the engine computes other numbers on purpose
+LOSSY_ENGINE_ARGS = ("quantization", "kv_cache_dtype")  # the engine computes other numbers on purpose
+EXACT_VALUES = (None, "auto", "bfloat16", "float16", "float32")  # of these
 
 _SERVERS = Requires(f"rollout_engine={SERVER_ENGINE}")
 _STARTED = IdleWith("rollout_urls", fix="these servers run already, remove it")
@@ -34,8 +35,8 @@ class VllmConfig(Section):
     kv_cache_gib: Annotated[float | None, _NOT_HF, _STARTED] = Field(default=None, gt=0.0)
     """vllm: memory of the key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
     timeout: Annotated[float, _NOT_HF] = Field(default=7200.0, gt=0.0)
-    """Longest time of one request (vllm-server), or of one call with all prompts of a rank or one weight sync (vllm). A
-    longer one ends the run. [s]"""
+    """Longest time of one request (vllm-server), or of one call with all prompts of a rank or one weight sync (vllm;
+    with --max-staleness and agents: of one engine step). A longer one ends the run. [s]"""
     urls: Annotated[Names, _SERVERS] = Field(default=[])
     """vllm-server: running servers, e.g. http://127.0.0.1:8000. See docs/vllm_servers.md."""
     num_servers: Annotated[int | None, _SERVERS] = Field(default=None, ge=1)
@@ -53,7 +54,7 @@ class VllmConfig(Section):
 
     @property
     def inexact_engine(self) -> str:
-        lossy = sorted(LOSSY_ENGINE_ARGS.intersection(self.engine_args))
+        lossy = [name for name in LOSSY_ENGINE_ARGS if self.engine_args.get(name) not in EXACT_VALUES]
         return f"--rollout-engine-args {lossy[0]}" if lossy else ""
 
     def problems(self, config: "Config") -> Iterator[Problem]:

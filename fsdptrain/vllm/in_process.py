@@ -40,6 +40,7 @@ from fsdptrain.vllm.options import (
     sampling_options,
 )
 from fsdptrain.vllm.requests import Request, Requests
+from fsdptrain.vllm.worker.cpu_quirks import correct_speculative_sampling
 from fsdptrain.vllm.worker.readback import checksums
 
 _RESERVED = frozenset(
@@ -48,6 +49,7 @@ _RESERVED = frozenset(
 )
 _OTHER_PARALLELISM = frozenset({"pipeline_parallel_size", "data_parallel_size"})
 CPU_WORKER = "fsdptrain.vllm.worker.cpu_worker.Worker"
+_SLICE_S = 1.0  # of `work`, for which one limit holds
 _STEPS_PER_CHECK = 16  # after which ranks that share an engine agree whether the deadline is over
 _GENERATE, _SYNC = "generate of --rollout-engine vllm", "a weight sync to --rollout-engine vllm"
 
@@ -79,6 +81,8 @@ class VLLMEngine:
         self._num_steps = 0  # of the current `_run`
         self._step: Callable[[], list[Any]] = self._llm.llm_engine.step
         self._requests = Requests()
+        self._prioritizes = options.get("scheduling_policy") == "priority"  # `generate` precedes requests in flight
+        correct_speculative_sampling()
         self._records_routes = bool(options.get("enable_return_routed_experts"))
 
     @property
@@ -143,15 +147,18 @@ class VLLMEngine:
         """Step vLLM with all requests. Not for engines that span ranks."""
         self._require_weights()
         end = time.monotonic() + seconds
-        with self._limit.around(_GENERATE, checked=True):
-            self._run(lambda: until() or time.monotonic() >= end)
+        while not until() and time.monotonic() < end:
+            slice_end = min(end, time.monotonic() + _SLICE_S)
+            with self._limit.around(_GENERATE, checked=True):  # of a step: waits for requests do not count
+                self._run(lambda: until() or time.monotonic() >= slice_end)  # noqa: B023 - called within the iteration
 
-    def _submit(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Request]:
+    def _submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, priority: int = 0) -> list[Request]:
         requests = [
             Request(
                 prompt.token_ids,
                 self._vllm.SamplingParams(n=1, **sampling_options(prompt, index, sampling, self._stop_token_ids)),
                 partial(self._completion, prompt, with_routes=sampling.with_routes),
+                priority=priority,
             )
             for prompt in prompts
             for index in range(sampling.num_samples)
@@ -161,7 +168,7 @@ class VLLMEngine:
         return requests
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        requests = self._submit(prompts, sampling)
+        requests = self._submit(prompts, sampling, priority=-1 if self._prioritizes else 0)
         self._run(lambda: all(request.future.done() for request in requests))
         self._cached_tokens = sum(request.cached_tokens for request in requests)
         return [request.future.result() for request in requests]
@@ -282,6 +289,9 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         args.get("tensor_parallel_size", 1), on_gpu=on_gpu, timeout_s=config.launch.dist_timeout
     )
     require_free(args, _RESERVED)
+    if config.sync.max_staleness:
+        require_free(args, frozenset({"scheduling_policy"}))
+        options["scheduling_policy"] = "priority"
     for name in args:
         if name in _OTHER_PARALLELISM:
             raise ConfigError(

@@ -22,6 +22,7 @@ from fsdptrain.vllm.adapter import adapter_options
 from fsdptrain.vllm.config import VllmConfig
 
 _HOPPER = (9, 0)
+_DRAFTS = ("ngram", "suffix")  # methods of speculative decoding without weights
 # No telemetry; threads sleep while they wait: spinning ones made generation on shared cores 7 to 9 times slower.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -29,6 +30,12 @@ ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_WAIT_POLICY
 def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Options that --rollout-engine-args may override."""
     vllm, lora = config.section(VllmConfig), config.section(LoraConfig)
+    draft = vllm.engine_args.get("speculative_config")
+    if isinstance(draft, Mapping) and draft.get("method") not in _DRAFTS:
+        raise ConfigError(
+            f"--rollout-engine-args speculative_config: method {draft.get('method')!r} drafts with weights that no "
+            f"weight sync updates: use {' or '.join(_DRAFTS)}"
+        )
     options: dict[str, Any] = {
         "dtype": config.compute_dtype_name,
         "max_model_len": config.prompt_budget + config.rollout.max_response_len,

@@ -15,14 +15,18 @@ WAIT_S = 0.01  # for a request, before the condition of the caller is checked ag
 class Request:
     """One completion of one prompt."""
 
-    def __init__(self, token_ids: list[int], params: Any, read: Callable[[Any], Completion]) -> None:
+    def __init__(
+        self, token_ids: list[int], params: Any, read: Callable[[Any], Completion], *, priority: int = 0
+    ) -> None:
         """
         params: vLLM's sampling parameters
         read: makes the completion of vLLM's output
+        priority: the lowest is generated first; 0 unless the engine schedules by priority
         """
         self.token_ids = token_ids
         self.params = params
         self.read = read
+        self.priority = priority
         self.future: Future[Completion] = Future()
         self.cached_tokens = 0  # of the prompt, from the prefix cache
 
@@ -32,10 +36,10 @@ class Request:
         self.cached_tokens = output.num_cached_tokens or 0
         try:
             self.future.set_result(self.read(output.outputs[0]))
-        except RolloutError as error:
+        except Exception as error:  # noqa: BLE001  # the thread that waits raises it
             self.future.set_exception(error)
 
-    def fail(self, error: RolloutError) -> None:
+    def fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
@@ -72,7 +76,15 @@ class Requests:
         if not new:
             return
         prompts = [{"prompt_token_ids": request.token_ids} for request in new]
-        ids = llm.enqueue(prompts, [r.params for r in new], lora_request=lora_request, use_tqdm=False)
+        options: dict[str, Any] = {"lora_request": lora_request, "use_tqdm": False}
+        if any(request.priority for request in new):
+            options["priority"] = [request.priority for request in new]
+        try:
+            ids = llm.enqueue(prompts, [request.params for request in new], **options)
+        except BaseException as error:
+            for request in new:
+                request.fail(error)
+            raise
         # vLLM adds a random suffix to the ids of requests, and answers with the id alone
         self._running |= {id_.partition("-")[0]: request for id_, request in zip(ids, new, strict=True)}
 
@@ -83,10 +95,10 @@ class Requests:
 
     def fail(self, engine: Any, error: RolloutError) -> None:
         """End all requests with an error."""
-        engine.abort_request(list(self._running))
-        failed, self._running = [*self._running.values(), *self._take_new()], {}
-        for request in failed:
+        running, self._running = self._running, {}
+        for request in [*running.values(), *self._take_new()]:
             request.fail(error)
+        engine.abort_request(list(running))
 
     def _take_new(self) -> list[Request]:
         with self._changed:

@@ -1,23 +1,26 @@
 """Continuous rollouts: long groups hold nobody back, and every prompt is trained once, on any number of ranks."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
-from fsdptrain.config import DataConfig, RolloutConfig
+from fsdptrain.config import Config, DataConfig, RolloutConfig
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
-from fsdptrain.errors import RolloutError
+from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.trainer.samples.background import open_background
 from fsdptrain.trainer.samples.continuous import ContinuousSource, SlotMeter, assign
 from fsdptrain.trainer.samples.selection import SelectionRules
-from fsdptrain.trainer.samples.single_turn import SingleTurn
+from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
 from fsdptrain.trainer.token_metrics import without_stale_tokens
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 from tests.rewards import in_process
@@ -112,6 +115,7 @@ def long_group() -> tuple[list[list[int]], list[list[int]], dict[str, float]]:
         first = run(made, engine, range(3))
         unfinished = made._slot_metrics()["rollout/unfinished_groups"]
         engine.open(1)
+        made._open[0].work and made._open[0].work.result(60)
         while made._open[0].result is None:
             made._exchange()
         partial = [*first, *run(made, engine, range(3, STEPS))]
@@ -149,7 +153,7 @@ def ages(staleness: int) -> list[int]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_groups_that_finish_in_time_are_as_old_as_is_allowed_at_most(num_ranks: int) -> None:
     for found in spawn(num_ranks, ages, 2):
-        assert 0 <= min(found) <= max(found) <= 2
+        assert 0 == min(found) < max(found) == 2
 
 
 def dynamic() -> tuple[list[list[int]], dict[str, float], dict[str, Any]]:
@@ -172,10 +176,62 @@ def test_groups_without_spread_are_replaced_and_no_prompt_is_lost(num_ranks: int
         assert len(kept) == len(set(kept)) == WANTED * STEPS
         assert all(label % 3 for label in kept), "each third row teaches nothing"
         assert metrics["selection/missing_groups"] == 0
-        pending = [row for _, row in state.get("pending", [])]
-        dropped = [label for label in range(max(kept)) if label % 3 == 0 and label not in pending]
-        assert not set(pending) & set(kept)
-        assert set(range(max(kept))) == set(kept) - {max(kept)} | set(dropped) | (set(pending) - {max(kept)})
+        assert not state.get("pending"), "each prompt was trained or dropped"
+        assert set(kept) == {label for label in range(state["position"]) if label % 3}
+
+
+def hopeless() -> tuple[int, int, int]:
+    """Groups that were judged in the first step, and rounds, where none has spread; prompts that were drawn."""
+    engine = Gated([])
+    engine.respond = lambda prompt, index: LETTERS[0]
+    with source(engine, rules=SelectionRules(dynamic=True, max_rounds=2)) as made:
+        made.run_ahead(0)
+        for group in made._open:
+            assert group.work
+            group.work.result(60)
+        with pytest.raises(RolloutError) as caught:
+            made.collect(0)
+    match = re.search(r"kept none of (\d+) groups in (\d+) rounds", str(caught.value))
+    assert match
+    return int(match[1]), int(match[2]), made.stream.position
+
+
+def test_a_step_judges_no_more_groups_than_its_rounds_allow() -> None:
+    assert spawn(1, hopeless) == [(2 * WANTED, 2, 2 * WANTED)]
+
+
+class Counting(SingleTurn):
+    """A sampler with metrics of its own, as that of agents."""
+
+    def sample_in_flight(self, *args: Any) -> GenerationRound:
+        return replace(super().sample_in_flight(*args), counts={"agent/calls": 1.0})
+
+
+def counted(partial: bool) -> list[float]:
+    engine = Gated([])
+    with source(engine, partial=partial) as made:
+        made.sampler = Counting(**vars(made.sampler))
+        found = []
+        for step in range(STEPS):
+            made.run_ahead(step)
+            found.append(made.collect(step).metrics["agent/calls"])
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("partial", [True, False])
+def test_metrics_of_the_sampler_are_summed_over_the_groups_of_the_step(num_ranks: int, partial: bool) -> None:
+    assert spawn(num_ranks, counted, partial) == [[WANTED] * STEPS] * num_ranks
+
+
+def test_options_of_continuous_rollouts_are_refused_where_whole_rollouts_are_generated() -> None:
+    engine = FakeRolloutEngine(lambda prompt, index: [5])
+    base = {"hf_checkpoint": "x", "max_staleness": 1, "mismatch_correction": "tis"}
+    with ExitStack() as stack:
+        assert open_background(Config(**base), engine, stack) is None
+        for name, value in {"rollout_slots": 2, "partial_rollout": False}.items():
+            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} has no effect, because this engine"):
+                open_background(Config(**base, **{name: value}), engine, stack)
 
 
 def resumed() -> list[list[int]]:
@@ -263,7 +319,9 @@ def test_rewards_of_threads_that_wait_are_computed_together_and_each_gets_its_ow
     prompt = Prompt("p", [1], "")
     with closing(in_process(by_list)) as reward, ThreadPoolExecutor(8) as threads:
         found = [threads.submit(reward.run, [(prompt, str(i)), (prompt, str(i + 0.5))]) for i in range(8)]
+        end = time.monotonic() + 60
         while len(reward._waiting) < 7:
+            assert time.monotonic() < end
             time.sleep(0.01)
         first.set()
         rewards = [[outcome.reward for outcome in future.result(30)] for future in found]

@@ -80,3 +80,29 @@ class InFlight(Recording):
 
 def in_flight(config: Any, **kwargs: Any) -> InFlight:
     return InFlight(build_hf_engine(config, **kwargs))
+
+
+class Late(InFlight):
+    """Answers the prompt "say 0" with weights of version 0, and keeps the answer until the engine has version 3."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        super().__init__(engine)
+        self._version = threading.Condition()
+        self._newest = 0
+
+    def generate_in_flight(self, prompts: Any, sampling: Any) -> Any:
+        made = super().generate_in_flight(prompts, sampling)
+        if "say 0" in prompts[0].text:
+            with self._version:
+                assert self._version.wait_for(lambda: self._newest >= 3, 120)
+        return made
+
+    def update_weights(self, weights: Any, policy_version: int) -> None:
+        super().update_weights(weights, policy_version)
+        with self._version:
+            self._newest = policy_version
+            self._version.notify_all()
+
+
+def late(config: Any, **kwargs: Any) -> Late:
+    return Late(build_hf_engine(config, **kwargs))

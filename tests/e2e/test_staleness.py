@@ -85,7 +85,7 @@ def test_weights_that_never_change_make_the_same_rollouts_at_any_age(
     """Which prompts a round of dynamic sampling asks in place of others does depend on the age: first rounds do not."""
     made = []
     for age in (0, 1, 4):
-        in_order = {"partial_rollout": False} if age else {}  # else a step takes what is finished
+        in_order = {"partial_rollout": False} if age and kind == "in flight" else {}  # else of what is finished
         train(checkpoint, tmp_path / str(age), kind, age, lr=0.0, **in_order, **more)
         rows = rows_of(tmp_path / str(age) / "samples.jsonl")
         made.append([(row["step"], row["prompt"], row["response"]) for row in rows if row["step"] > 0])
@@ -93,6 +93,25 @@ def test_weights_that_never_change_make_the_same_rollouts_at_any_age(
         assert all(len(rows) == len(made[0]) for rows in made)
     else:
         assert made[0] == made[1] == made[2]
+
+
+def test_old_tokens_of_a_late_group_are_trained_or_masked(checkpoint: Path, tmp_path: Path) -> None:
+    """Prompt "say 0" is sampled with version 0, and its group is finished when the engine has version 3."""
+    late = {"rollout_engine": "tests.e2e.engines:late", "loss": "tests.e2e.losses:counted"}
+    found = {}
+    for masks in (False, True):
+        rows = train(
+            checkpoint, tmp_path / str(masks), "in flight", 1, num_rollout=5, n_samples_per_prompt=2,
+            rollout_shuffle=False, mask_offpolicy_in_partial_rollout=masks, rollout_batch_size=2, **late,
+        )  # fmt: skip
+        found[masks] = rows
+    assert [row["staleness/max"] for row in found[False]][3] == 3
+    assert max(row["staleness/max"] for row in found[True]) == 1
+    for plain, masked in zip(found[False], found[True], strict=True):
+        fraction = 0.5 if plain["staleness/max"] > 1 else 0.0
+        assert masked["staleness/masked_fraction"] == pytest.approx(fraction, abs=0.3 * fraction)
+        tokens = plain["policy/num_loss_tokens"] * (1 - masked["staleness/masked_fraction"])
+        assert masked["policy/num_loss_tokens"] == pytest.approx(tokens)
 
 
 def test_ranks_run_ahead_together_and_no_token_is_too_old(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Requests of vLLM in the trainer's process that go on across weight syncs, and continuous rollouts with them."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -65,7 +64,8 @@ def cancelled(folder: Path) -> tuple[int, int]:
     engine.work(until=lambda: next(steps, None) is None)
     before = engine._llm.llm_engine.get_num_unfinished_requests()
     futures[0].cancel()
-    engine.work(until=threading.Event().is_set, seconds=0.2)
+    steps = iter(range(2))
+    engine.work(until=lambda: next(steps, None) is None)
     after = engine._llm.llm_engine.get_num_unfinished_requests()
     engine.work(until=lambda: all(future.done() for future in futures))
     engine.close()

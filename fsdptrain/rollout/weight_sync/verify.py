@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 
 FLAG = "--verify-weight-sync"
 _HINT = f"the engine or the transfer is broken; {FLAG} off continues without verification"
-_MAX_LOSS = 1.0  # mean logprob difference of a lossy engine at the first sync
-_LOSS_MARGIN = 4.0  # its largest difference later, as a multiple of that at the first sync
+_MAX_LOSS = 0.5  # largest mean logprob difference of a lossy engine
+_MIN_LOSS = 0.05  # that is always accepted of one, because it is measured on a few tokens
+_LOSS_MARGIN = 4.0  # its largest difference after the first sync, as a multiple of that at the first sync
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class WeightVerifier:
         """From the first sync: by how much a lossy engine may differ, the same on all ranks. Collective."""
         if self._lossy and self._kinds is not None:
             largest = max(gather(difference))
-            self._bound = max(tolerance(self._dtype), _LOSS_MARGIN * largest)
+            self._bound = min(_MAX_LOSS, max(tolerance(self._dtype), _MIN_LOSS, _LOSS_MARGIN * largest))
             line = "%s: with %s logprobs differ by %.2g at the first sync, and may differ by %.2g later"
             log.info(line, FLAG, self._lossy, largest, self._bound)
 

@@ -1,5 +1,6 @@
 """Continuous rollouts: a step trains on the first groups that are finished, and the others go on into later steps."""
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -65,15 +66,16 @@ class ContinuousSource(GroupSource):
     """Generates each group on its own, for an engine that keeps requests across weight syncs.
 
     With `max_staleness` K and B prompts per rollout, at most (K + 1) B groups are open: in generation, or finished and
-    not yet trained. Each weight sync starts B new ones. A step takes the B finished groups that were started first; at
-    most K steps later every group that finishes in time has been trained. A longer one goes on, across weight syncs,
-    and is trained when it is finished.
+    not yet trained. Each weight sync starts B new ones. A step takes the B finished groups that were started first.
+    Others go on, across weight syncs. While no group takes longer than K steps, each is trained at most K steps after
+    its start.
     """
 
     threads: Executor = field(kw_only=True)  # one thread per group that is generated at the same time
     num_slots: int = field(kw_only=True)  # groups that are generated at the same time on this rank
     partial: bool = True  # False: a step takes the groups that were started first, and waits for them
     stepped: SteppedEngine | None = None  # the engine, if it generates on the thread that waits
+    timeout: float = math.inf  # in which a group must finish on any rank [s]
     _open: list[Group] = field(init=False, default_factory=list)  # in the order in which they were started
     _first_step: int | None = field(init=False, default=None)
     _num_started: int = field(init=False, default=0)
@@ -88,7 +90,10 @@ class ContinuousSource(GroupSource):
         """Start the groups that are allowed when the engine has the weights of version `step`."""
         if self._first_step is None:
             self._first_step = step
-        room = (self.last_allowed(step) - step + 1) * self.num_prompts - len(self._open)
+        self._start_up_to((self.last_allowed(step) - step + 1) * self.num_prompts - len(self._open))
+
+    def _start_up_to(self, room: int) -> None:
+        assert self._first_step is not None
         while room > 0:
             rollout, started = divmod(self._num_started, self.num_prompts)
             count = min(room, self.num_prompts - started)
@@ -108,7 +113,7 @@ class ContinuousSource(GroupSource):
                 self.check_rewards(made.results)
             if not selection.needs_round:
                 break
-            self.run_ahead(step)  # in place of groups that were dropped
+            self._replace_dropped(step, selection, len(taken))
             with watch("generate") if self.stepped else nullcontext():
                 self._wait()
         selection.check(step)
@@ -125,10 +130,19 @@ class ContinuousSource(GroupSource):
             metrics=selection.metrics() | self._slot_metrics(),
         )
 
+    def _replace_dropped(self, step: int, selection: Selection, num_taken: int) -> None:
+        """Start new groups in place of dropped ones; in the last step no more than it may still judge."""
+        if self.last_allowed(step) > step:
+            self.run_ahead(step)
+            return
+        most = self.rules.max_rounds * self.num_prompts - len(selection.generated)  # groups
+        self._start_up_to(min(self.num_prompts - len(self._open), most - (len(self._open) - num_taken)))
+
     def _start(self, prompts: Sequence[Prompt], rollout: int) -> None:
-        """Assign the prompts to the ranks with the fewest open groups, and start those of this rank."""
+        """Assign the prompts to the ranks with the fewest unfinished groups, and start those of this rank."""
         sampling = sampling_at(self.sampling, rollout)
-        open_groups = [sum(group.owner == rank for group in self._open) for rank in range(dist.get_world_size())]
+        unfinished = [group.owner for group in self._open if group.result is None]
+        open_groups = [unfinished.count(rank) for rank in range(dist.get_world_size())]
         for prompt, owner in zip(prompts, assign(len(prompts), open_groups), strict=True):
             hidden = ("generate",) if self.stepped else ()
             group = Group(prompt, owner, Stopwatch(self.timeline, rollout + 1, hidden=hidden))
@@ -147,9 +161,9 @@ class ContinuousSource(GroupSource):
 
     def _judge(self, selection: Selection, taken: list[Group]) -> list[Group]:
         """Take or drop groups that are finished, in the order in which they were started, until enough are taken."""
-        judged = []
+        judged, most = [], self.rules.max_rounds * selection.wanted
         for group in list(self._open):
-            if not selection.missing:
+            if not selection.missing or len(selection.generated) >= most:
                 break
             if group.result is None and self.partial:
                 continue
@@ -169,14 +183,24 @@ class ContinuousSource(GroupSource):
 
     def _wait(self) -> None:
         """Generate or wait until another group has finished on any rank. Collective."""
+        end, is_alone = time.monotonic() + self.timeout, dist.get_world_size() == 1
         while True:
             with raise_on_all_ranks(RolloutError, "rollout"):
+                if time.monotonic() > end:
+                    raise RolloutError(self._why_late())
                 if self.stepped is None:
                     self._changed.wait(POLL_S)
-                else:
-                    self.stepped.work(until=self._changed.is_set, seconds=POLL_S)
+                else:  # other ranks step for the whole time too
+                    self.stepped.work(until=lambda: is_alone and self._changed.is_set(), seconds=POLL_S)
             if self._exchange():
                 return
+
+    def _why_late(self) -> str:
+        oldest = next(group for group in self._open if group.result is None)
+        return (
+            f"no group has finished for --dist-timeout {self.timeout:g} s; the oldest is that of prompt "
+            f"{oldest.prompt.id}, on rank {oldest.owner}: raise --dist-timeout if responses take that long"
+        )
 
     def _exchange(self) -> bool:
         """Exchange the results of groups that have finished. Returns whether there are any. Collective."""

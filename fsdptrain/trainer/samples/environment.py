@@ -45,6 +45,10 @@ class LoadedEnvironment:
     system_prompt: str | None  # for --system-prompt auto
     tools: Sequence[Any]  # JSON schemas, passed to the chat template
 
+    @property
+    def is_agent(self) -> bool:
+        return isinstance(self.environment, Agent)
+
 
 def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
     """Build the environment named in `config` with its --environment-kwargs. None if no environment is named.

@@ -43,7 +43,10 @@ class GenerationRound:
             prompts=[*self.prompts, *other.prompts],
             texts=[*self.texts, *other.texts],
             results=self.results + other.results,
-            counts={name: self.counts.get(name, 0.0) + count for name, count in other.counts.items()},
+            counts={
+                name: self.counts.get(name, 0.0) + other.counts.get(name, 0.0)
+                for name in {**self.counts, **other.counts}
+            },
         )
 
 

@@ -75,17 +75,20 @@ class Dispatcher:
         self._chosen: dict[Chunk, _Server] = {}
         self._num_calls = 0  # of `run`
         self._num_running = 0  # of them, those that have not ended
+        self._num_requests = 0  # of these
         self._watching: asyncio.Task[None] | None = None  # while any of them runs
 
     async def run(self, requests: Sequence[Request], *, per_group: int, first: int = 0) -> list[Generation]:
         """The answer to each request, in order. RolloutError if too few servers are left.
 
-        The requests of a group of `per_group` share a prompt. They go to the same servers, which cache it.
+        The requests of a group of `per_group` share a prompt. They go to the same server, which caches it, unless there
+        are fewer groups than servers.
 
         first: number of the server to start with, modulo the number of servers
         """
         self._num_calls += 1
-        call, chunk_size = self._num_calls, max(1, min(per_group, -(-len(requests) // len(self._servers))))
+        self._num_requests += len(requests)
+        call, chunk_size = self._num_calls, max(1, min(per_group, -(-self._num_requests // len(self._servers))))
         chunks = [(call, i // per_group, i % per_group // chunk_size) for i in range(len(requests))]
         try:
             async with self._watched() as watching, asyncio.TaskGroup() as group:
@@ -99,6 +102,7 @@ class Dispatcher:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
+            self._num_requests -= len(requests)
             for chunk in set(chunks):
                 self._chosen.pop(chunk, None)
         return answers

@@ -5,6 +5,7 @@ not be the trainer's: this package needs nothing that vLLM does not need.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, ParamSpec
@@ -13,12 +14,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from fsdptrain.vllm.worker.cpu_quirks import correct_speculative_sampling
 from fsdptrain.vllm.worker.readback import checksums
 from fsdptrain.vllm.worker.received_files import ReceivedFiles
 from fsdptrain.vllm.worker.reload import reload_weights
 from fsdptrain.vllm.worker.weight_group import Plane, WeightGroup, join_store, local_address, tensors_of
 
 log = logging.getLogger(__name__)
+if "vllm" in sys.modules:  # in a worker
+    correct_speculative_sampling()
 
 _P = ParamSpec("_P")
 

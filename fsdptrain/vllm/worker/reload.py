@@ -16,7 +16,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 
 from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
 from fsdptrain.vllm.worker.cpu_quirks import (
-    correct_speculative_sampling,
     forget_kernels,
     repack,
     request_amx,
@@ -45,7 +44,6 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
             yield name, tensor
 
     request_amx()
-    correct_speculative_sampling()
     heads = tied_heads(model)
     forget_kernels(model)
     with set_current_vllm_config(config):
