@@ -1,13 +1,16 @@
 """Continuous rollouts against whole ones, where one in 20 responses is 10 times as long as the others.
 
-    python benchmarks/continuous.py --vllm-python .venv-vllm/bin/python             # two engines, 3 pairs each
-    python benchmarks/continuous.py --vllm-python .venv-vllm/bin/python --quick     # one short pair; writes no file
+    python benchmarks/continuous.py --vllm-python .venv-vllm/bin/python             # vLLM in process, 3 rounds
+    python benchmarks/continuous.py --vllm-python .venv-vllm/bin/python --quick     # one short round; writes no file
 
 A Qwen3 of 12 narrow layers with random weights is trained by `fsdptrain` with vLLM on a CPU. It has so many layers that
 the time of a decoding step hardly depends on the number of sequences, as on a GPU. Responses have no end: each has 80
-tokens, or 800 where a hash of prompt and sample says so, the same in all runs. The two sides, in turn: `whole`, where a
-step waits for all samples of its rollout (--no-partial-rollout; with vLLM in process also --max-staleness 0, where
-nothing is generated ahead), and `continuous`. Tokens per second count tokens in the loss: masked ones do not count.
+tokens, or 800 where a hash of prompt and sample says so, the same in all runs. The sides, in turn: `whole`, where one
+rollout is generated at a time and a step waits for all its samples (--max-staleness 0); `whole, ahead`, where two are
+generated together and a step waits for the older one (--no-partial-rollout); and `continuous`.
+
+With `--engines vllm-server` server and trainer need more than two cores: a vLLM worker and its scheduler keep one each
+busy while they wait for each other.
 """
 
 import argparse
@@ -55,7 +58,7 @@ SIDES: Mapping[str, Mapping[str, Sequence[str]]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm-python", type=Path, required=True, help="Python of an environment with vLLM")
-    parser.add_argument("--engines", nargs="+", default=list(SIDES), choices=list(SIDES))
+    parser.add_argument("--engines", nargs="+", default=["vllm"], choices=list(SIDES))
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path("runs/continuous"), help="folder of the runs")
