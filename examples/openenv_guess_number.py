@@ -1,6 +1,6 @@
-"""The game of examples/guess_number.py as a server of OpenEnv 0.10. With the Python that has openenv, serve it alone by
+"""The game of examples/guess_number/game.py as a server of OpenEnv 0.10.
 
-python -m uvicorn examples.openenv_guess_number:app --port 8000
+.venv-openenv/bin/python -m uvicorn examples.openenv_guess_number:app --port 8000
 """
 # pyright: reportMissingImports=false
 

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptrain.environments.worker import Rows, Worker
+from fsdptrain.agents.harness import AgentError
+from fsdptrain.environments.worker import Rows, Worker, check_num_tasks
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Prompt
 
@@ -35,6 +36,7 @@ class OpenEnv:
         max_turns: actions per episode
         max_tokens: of an action; default: what remains of the episode
         """
+        check_num_tasks(num_tasks, "openenv")
         if bool(url) == bool(app):
             raise ConfigError("--environment openenv: set url or app in --environment-kwargs")
         options = {"url": url, "app": app, "split": split, "num_tasks": num_tasks}
@@ -42,6 +44,8 @@ class OpenEnv:
         self._worker = Worker("openenv", "openenv_episodes.py", python=python, options=options)
 
     async def __call__(self, client: "AsyncOpenAI", prompt: Prompt) -> Any:
+        if "reset" not in prompt.metadata:
+            raise AgentError("--environment openenv has its own tasks: use --prompt-data environment")
         return await self._worker.run(prompt, url=str(client.base_url), key=client.api_key)
 
     def dataset(self) -> Rows:

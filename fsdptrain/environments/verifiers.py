@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsdptrain.environments.worker import Rows, Worker
+from fsdptrain.agents.harness import AgentError
+from fsdptrain.environments.worker import Rows, Worker, check_num_tasks
 from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
@@ -27,11 +28,14 @@ class Verifiers:
         num_tasks: number of rows; default: all, 1000 of a taskset that does not end
         env: other values of verifiers' EnvConfig, such as `agent`
         """
+        check_num_tasks(num_tasks, "verifiers")
         taskset = {"id": taskset} if isinstance(taskset, str) else taskset
         options = {"taskset": taskset, "num_tasks": num_tasks, **env}
         self._worker = Worker("verifiers", "verifiers_episodes.py", python=python, options=options)
 
     async def __call__(self, client: "AsyncOpenAI", prompt: Prompt) -> Any:
+        if "task" not in prompt.metadata:
+            raise AgentError("--environment verifiers has its own tasks: use --prompt-data environment")
         return await self._worker.run(prompt, url=str(client.base_url), key=client.api_key)
 
     def dataset(self) -> Rows:

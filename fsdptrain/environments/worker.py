@@ -43,12 +43,17 @@ class Worker:
     def __init__(self, name: str, program: str, *, python: str, options: Mapping[str, Any]) -> None:
         self._where = f"--environment {name}"
         self._command = [_found(python, self._where, name), "-u", str(_PROGRAMS / program)]
-        self._options = json.dumps(options, default=str)
+        try:
+            self._options = json.dumps(options)
+        except TypeError as error:
+            raise ConfigError(f"{self._where}: --environment-kwargs must be JSON values: {error}") from error
+        self._is_closed = False
         self._lock = threading.Lock()
         self._process = _Process(self._command, self._options)
         try:
             self.rows: Rows = self._process.rows.result(_START_S)
         except AgentError as error:
+            self._process.close()
             raise ConfigError(f"{self._where}: {error}") from error
         except TimeoutError as error:
             self._process.close()
@@ -57,6 +62,8 @@ class Worker:
     async def run(self, prompt: Prompt, *, url: str, key: str) -> Any:
         """Run an episode whose model calls go to `url` with `key`, and return its reward. Raises AgentError."""
         with self._lock:
+            if self._is_closed:
+                raise AgentError("the run has ended")
             if self._process.has_ended:
                 self._process = _Process(self._command, self._options)
             process = self._process
@@ -73,7 +80,14 @@ class Worker:
         )
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
         self._process.close()
+
+
+def check_num_tasks(num_tasks: int | None, name: str) -> None:
+    if num_tasks is not None and num_tasks < 1:
+        raise ConfigError(f"--environment {name}: num_tasks={num_tasks} in --environment-kwargs must be at least 1")
 
 
 def _found(python: str, where: str, name: str) -> str:
@@ -126,7 +140,10 @@ class _Process:
                 raise AgentError("its process has ended")
             number = self._number = self._number + 1
             self._answers[number] = answer
-        self._lines.put(json.dumps({"id": number, **request}, default=str))
+        try:
+            self._lines.put(json.dumps({"id": number, **request}))
+        except TypeError as error:
+            raise AgentError(f"a prompt must consist of JSON values: {error}") from error
         waiting = asyncio.wrap_future(answer)
         try:
             return await asyncio.shield(waiting)
@@ -148,6 +165,8 @@ class _Process:
         self._reader.join(_CANCEL_S)
 
     def _kill(self) -> None:
+        with self._lock:
+            self.has_ended = True  # the next episode starts another one
         with suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
@@ -164,7 +183,13 @@ class _Process:
     def _read(self, stream: IO[str], tail: threading.Thread) -> None:
         with stream:
             for line in stream:
-                self._receive(json.loads(line))
+                try:
+                    message = json.loads(line)
+                except ValueError:
+                    self._errors.append(f"it printed {line.strip():.80} in place of JSON: is python=... right?")
+                    self._kill()
+                    break
+                self._receive(message)
         code = self._popen.wait()
         self._kill()  # what it has started
         self._lines.put(None)

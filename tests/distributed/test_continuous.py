@@ -144,6 +144,8 @@ def ages(staleness: int) -> list[int]:
         for step in range(STEPS):
             engine.policy_version = step
             made.run_ahead(step)
+            for group in made._open:
+                assert group.work is None or group.work.result(60)
             batch = made.collect(step)
             assert len(made._open) <= staleness * WANTED
             found += [step - sample.policy_version for sample in batch.samples]

@@ -105,13 +105,15 @@ def test_old_tokens_of_a_late_group_are_trained_or_masked(checkpoint: Path, tmp_
             rollout_shuffle=False, mask_offpolicy_in_partial_rollout=masks, rollout_batch_size=2, **late,
         )  # fmt: skip
         found[masks] = rows
-    assert [row["staleness/max"] for row in found[False]][3] == 3
+    for rows in found.values():
+        for row in rows:
+            sampled = 4 * row["completion/length_mean"]
+            assert row["policy/num_loss_tokens"] == pytest.approx(sampled * (1 - row["staleness/masked_fraction"]))
+    assert max(row["staleness/max"] for row in found[False]) >= 3
+    assert not any(row["staleness/masked_fraction"] for row in found[False])
     assert max(row["staleness/max"] for row in found[True]) == 1
-    for plain, masked in zip(found[False], found[True], strict=True):
-        fraction = 0.5 if plain["staleness/max"] > 1 else 0.0
-        assert masked["staleness/masked_fraction"] == pytest.approx(fraction, abs=0.3 * fraction)
-        tokens = plain["policy/num_loss_tokens"] * (1 - masked["staleness/masked_fraction"])
-        assert masked["policy/num_loss_tokens"] == pytest.approx(tokens)
+    [masked] = [row["staleness/masked_fraction"] for row in found[True] if row["staleness/masked_fraction"]]
+    assert 0.2 < masked < 0.8, "one of two groups"
 
 
 def test_ranks_run_ahead_together_and_no_token_is_too_old(checkpoint: Path, tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ The trainer sends the options, then requests `{"id", "prompt", "label", "metadat
 import asyncio
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TextIO
@@ -17,6 +20,7 @@ Rows = list[dict[str, Any]]
 RunEpisode = Callable[[dict[str, Any]], Awaitable[dict[str, float]]]
 Open = Callable[[dict[str, Any]], AbstractAsyncContextManager[tuple[Rows, RunEpisode]]]
 
+_END_S = 10.0  # to end by itself
 _MAX_LINE = 64 * 2**20  # bytes of a request
 
 
@@ -25,7 +29,16 @@ def main(open_environment: Open) -> None:
     sys.path.insert(0, os.getcwd())  # environments of the user
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what an environment prints is no answer
+    threading.Thread(target=_end_after_parent, args=[os.getppid()], daemon=True).start()
     asyncio.run(_serve(open_environment, channel))
+
+
+def _end_after_parent(parent: int) -> None:
+    """End this process group some time after the trainer has died, also if an environment hangs."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(_END_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 async def _serve(open_environment: Open, channel: TextIO) -> None:

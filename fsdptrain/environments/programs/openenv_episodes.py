@@ -12,6 +12,7 @@ from typing import Any
 from episode_server import Rows, RunEpisode, main
 
 _SEEDS = 1000  # rows of an environment without tasks
+_SHUTDOWN_S = 5  # for requests that run
 _FULL_S = 0.2  # between attempts to get one of the sessions of a server
 _TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of environments whose actions are MCP tools
 _OWN = ("done", "reward", "metadata")  # fields of each action or observation that are not for the model
@@ -43,8 +44,13 @@ async def _served(app: str) -> AsyncIterator[str]:
     import uvicorn
 
     module, _, name = app.partition(":")
+    if not name:
+        raise ValueError(f"app={app}: write package.module:app")
     application = getattr(importlib.import_module(module), name)
-    server = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="warning"))
+    config = uvicorn.Config(
+        application, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S
+    )
+    server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
         if task.done():
@@ -68,7 +74,8 @@ async def _resets(http: Any, split: str, num_tasks: int | None) -> list[dict[str
         return [{"seed": seed} for seed in range(num_tasks or _SEEDS)]
     [name] = await _get(http, "/list_environments")
     reply = (await http.post(f"/{name}/num_tasks", json={"split": split})).raise_for_status().json()
-    return [{"split": split, "index": index} for index in range(min(reply["num_tasks"], num_tasks or _SEEDS))]
+    count = reply["num_tasks"] if num_tasks is None else min(reply["num_tasks"], num_tasks)
+    return [{"split": split, "index": index} for index in range(count)]
 
 
 def _instruction(about: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -118,17 +125,18 @@ class Player:
             options |= {"max_tokens": self.max_tokens} if self.max_tokens else {}
             messages: list[Any] = [{"role": "system", "content": self.instruction}, _message(result)]
             try:
-                for _ in range(self.max_turns):
-                    if result.done:
-                        break
+                num_actions = 0
+                while not result.done and num_actions < self.max_turns:
                     reply = await model.chat.completions.create(messages=messages, **options)
                     message = reply.choices[0].message
                     messages.append(message.model_dump(exclude_none=True))
                     actions = self._actions(message, tools=bool(tools))
-                    for call, action in actions:
-                        result = await _step(environment, action)
+                    for call, action in actions[: self.max_turns - num_actions]:
+                        result, num_actions = await _step(environment, action), num_actions + 1
                         total += float(result.reward or 0)
                         messages.append(_message(result, **call))
+                        if result.done:
+                            break
                     if not actions:
                         break
             except InvalidActionError:

@@ -9,6 +9,7 @@ from typing import Any
 from episode_server import Rows, RunEpisode, main
 
 _NO_KEY = "FSDPTRAIN_NO_KEY"  # no variable has this name: the key of an episode is in a header of its own
+_KEY_HEADER = "X-Episode-Key"
 _ENDLESS = 1000  # tasks of a taskset that does not end
 
 
@@ -24,22 +25,54 @@ async def open_environment(options: dict[str, Any]) -> AsyncIterator[tuple[Rows,
         num_tasks = num_tasks or _ENDLESS
     rows = [_row(task.data) for task in itertools.islice(taskset, num_tasks)]
     task_class = type(taskset).task_type()
+    clients = _client_per_session()
 
     async def run(request: dict[str, Any]) -> dict[str, float]:
         data = task_class.data_type().model_validate(request["metadata"]["task"])
-        headers = {"X-Episode-Key": request["key"]}
+        headers = {_KEY_HEADER: request["key"]}
         client = vf.EvalClientConfig(base_url=request["url"], api_key_var=_NO_KEY, headers=headers)
         context = vf.ModelContext(model=request["model"], client=client)
         task = task_class(data, environment.config.taskset.task)
-        return _reward(await environment.run_episode(task, context))
+        try:
+            return _reward(await environment.run_episode(task, context))
+        finally:
+            for opened in clients.pop(request["key"], ()):
+                await opened.close()
 
     async with environment.serving():
         yield rows, run
 
 
+def _client_per_session() -> dict[str, list[Any]]:
+    """Return the clients that are open, by the key of their episode.
+
+    verifiers keeps a client for each distinct config until its end, and each episode has its own key. [verifiers 0.4]
+    """
+    from verifiers.v1.clients import resolve_client
+    from verifiers.v1.interception.server import InterceptionServer
+
+    clients: dict[str, list[Any]] = {}
+    shared = InterceptionServer._client
+
+    def client(self: Any, config: Any) -> Any:
+        key = config.headers.get(_KEY_HEADER)
+        if key is None:  # of a judge, for example
+            return shared(self, config)
+        opened = resolve_client(config)
+        clients.setdefault(key, []).append(opened)
+        return opened
+
+    InterceptionServer._client = client
+    return clients
+
+
 def _local(config: Any) -> Any:
-    """Run agents on this machine, by default without access to it: verifiers' own defaults need an account."""
+    """Run agents on this machine, by default without access to it: verifiers' own defaults need an account.
+
+    Raises ValueError if a program that runs commands would get this machine without being given it.
+    """
     import verifiers.v1 as vf
+    from verifiers.v1.utils.loaders import harness_class
 
     agents: dict[str, Any] = {}
     has_harness = vf.default_harness_id(config.taskset.id) != "bash"
@@ -49,6 +82,13 @@ def _local(config: Any) -> Any:
             if agent.harness is None and not has_harness:
                 changes["harness"] = vf.HarnessConfig(id="fsdptrain_chat")
             if "runtime" not in agent.model_fields_set:
+                harness = changes.get("harness", agent.harness)
+                harness_id = harness.id if harness is not None else vf.default_harness_id(config.taskset.id)
+                if harness_class(harness_id).EXECUTES_CODE:
+                    raise ValueError(
+                        f"the harness {harness_id} of {name} runs commands: set {name}.runtime.type, to docker or, to "
+                        "let it run them as your user, to subprocess"
+                    )
                 changes["runtime"] = vf.SubprocessConfig()
             agents[name] = agent.model_copy(update=changes)
     return config.model_copy(update=agents)
