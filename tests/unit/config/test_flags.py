@@ -123,7 +123,10 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(tmp_path):
 @pytest.mark.parametrize("flat", [flat for flat, key in all_keys().items() if key.field.annotation is bool])
 def test_every_boolean_can_be_set_both_ways(flat):
     flag = all_keys()[flat].flag
+    ahead = ["--max-staleness", "1", "--mismatch-correction", "tis"]
     extra = {
+        "partial_rollout": ahead,
+        "mask_offpolicy_in_partial_rollout": ahead,
         "fp16": ["--no-bf16"],
         "probe": ["--dry-run"],
         "use_opsm": ["--global-batch-size", "64"],
@@ -133,7 +136,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "rollout_allow_public_servers": ["--rollout-engine", "vllm-server", "--rollout-urls", "http://a:1"],
     }.get(flat, [])
     assert value(flat, flag, *extra) is True
-    assert value(flat, "--no-" + flag[2:]) is False
+    assert value(flat, "--no-" + flag[2:], *(ahead if extra == ahead else [])) is False
 
 
 @pytest.mark.parametrize("flat", [flat for flat, option in config_options().items() if option.annotation is not bool])
