@@ -165,11 +165,9 @@ class ContinuousSource(GroupSource):
         for group in list(self._open):
             if not selection.missing or len(selection.generated) >= most:
                 break
-            if group.result is None and self.partial:
-                continue
-            if group.result is None:
+            if group.result is None and not self.partial:
                 break
-            if group in taken:
+            if group.result is None or group in taken:
                 continue
             [is_kept] = selection.add([group.result])
             self.stream.record(group.prompt, passed=group.result.num_passed, tried=group.result.num_scored)
