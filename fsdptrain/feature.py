@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fsdptrain.protocols import ModelRole, PromptProcessor, RolloutEngine
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
+ComputeLogprobs = Callable[[Sequence[PackedBatch], "ModelRole"], list[LogProbs]]  # `TrainBackend.compute_logprobs`
 ForwardPass = Callable[[PackedBatch], Mapping[str, Tensor]]  # to the `outputs` of the features, without the head
 F = TypeVar("F", bound="Feature")
 T = TypeVar("T")
@@ -136,6 +137,11 @@ class Feature:
     def check_samples(self, samples: Sequence[Sample]) -> None:
         """Raise RolloutError for samples that cannot be trained on. Not collective."""
 
+    def finish_samples(self, samples: list[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
+        """The samples of a rollout before other ranks get them. prompts: by group id. Not collective."""
+        del prompts
+        return samples
+
     def plan_packs(
         self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
     ) -> "PackPlan | None":
@@ -191,7 +197,17 @@ class Feature:
         del logprobs
         return batch
 
+    def score_packs(self, packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[PackedBatch]:
+        """The packs of a rollout, on the CPU, before its first update; old and reference logprobs are in them."""
+        del compute_logprobs
+        return list(packs)
+
     # The optimizer step
+
+    def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+        """The pack as the loss reads it, on the device. logprobs: of the current policy."""
+        del logprobs
+        return batch
 
     def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
         """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
@@ -348,6 +364,15 @@ class Features:
 
     def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
         return self._chain("after_logprobs", batch, logprobs)
+
+    def finish_samples(self, samples: list[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
+        return self._chain("finish_samples", samples, prompts)
+
+    def score_packs(self, packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[PackedBatch]:
+        return self._chain("score_packs", list(packs), compute_logprobs)
+
+    def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+        return self._chain("before_loss", batch, logprobs)
 
     def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
         return self._chain("finish_loss", output, batch, logprobs)

@@ -160,6 +160,7 @@ class Sample:
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
     others: tuple[Sample, ...] = ()  # further sequences of the same episode, which share its reward and advantage
+    extras: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of features, by name; sent to every rank
 
     @property
     def sequences(self) -> tuple[Sample, ...]:
@@ -240,6 +241,7 @@ class PackedBatch:
     images: Images | None = None  # images of all sequences
     shared: SharedPrefixes | None = None  # None: every segment is computed in full
     num_skipped_tokens: int = 0  # of `num_loss_tokens`, those in no pack (--skip-zero-advantage)
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # of features, by name
 
     @property
     def num_tokens(self) -> int:
@@ -264,7 +266,9 @@ class PackedBatch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         changed: dict[str, Any] = {k: change(v) for k, v in _tensors(self).items()}
         images = None if self.images is None else self.images.map(change)
-        return replace(self, images=images, shared=None if self.shared is None else self.shared.map(change), **changed)
+        shared = None if self.shared is None else self.shared.map(change)
+        extras = {name: change(tensor) for name, tensor in self.extras.items()}
+        return replace(self, images=images, shared=shared, extras=extras, **changed)
 
 
 def _tensors(record: SharedPrefixes | PackedBatch) -> dict[str, Tensor]:

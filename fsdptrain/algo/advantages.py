@@ -137,6 +137,7 @@ ADVANTAGES = Table[Estimate](
         "reinforce++_baseline": f"{_HERE}:to_be_whitened",
         "max_rl": f"{_ESTIMATORS}:max_rl",
         "opo": f"{_ESTIMATORS}:opo",
+        "none": f"{_ESTIMATORS}:none",
     }
 )
 MULTI_REWARD = Table[Callable[..., list[float]]](

@@ -35,6 +35,11 @@ def opo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [reward - baseline for reward in rewards]
 
 
+def none(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return 0 for each sample: the rewards are only reported."""
+    return [0.0] * len(rewards)
+
+
 def normalize_then_sum(members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
     """sum_k w_k A_k, with A_k = (s_k - mean) / (std + 1e-6) of reward k within the group (GDPO, arXiv 2601.05242).
 

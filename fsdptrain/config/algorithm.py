@@ -23,10 +23,11 @@ class AlgorithmConfig(Section):
 
     algorithm: Literal[
         "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "prime_rl", "reinforce",
-        "rloo", "reinforce++_baseline", "max_rl", "opo", "sft",
+        "rloo", "reinforce++_baseline", "max_rl", "opo", "opd", "sft",
     ] = "grpo"  # fmt: skip
     """Preset of loss, aggregation, advantage and other options; explicit values of these override it. `sft`: supervised
-    training on prompts and labels; all others: reinforcement learning. See docs/algorithms.md."""
+    training on prompts and labels; `opd`: on-policy distillation from --opd-teacher; all others: reinforcement
+    learning. See docs/algorithms.md."""
     loss: str = "grpo"
     """grpo, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, prime_rl, reinforce, sft, or `package.module:function`. Default:
     the loss of the algorithm."""
@@ -35,7 +36,8 @@ class AlgorithmConfig(Section):
     advantage_estimator: Annotated[str, RL_ONLY] = "grpo"
     """`grpo`: (reward - mean) / std within the group. `dr_grpo`: reward - mean. `rloo`: reward - mean of the others.
     `reinforce++_baseline`: reward - mean, whitened over the batch. `max_rl`: (reward - mean) / mean. `opo`: reward -
-    length-weighted mean. Or `package.module:function`: (rewards, lengths) of a group -> advantages."""
+    length-weighted mean. `none`: 0, rewards are only reported. Or `package.module:function`: (rewards, lengths) of a
+    group -> advantages."""
     advantage_scale: Annotated[Literal["auto", "group", "batch", "whiten", "none"], RL_ONLY] = "auto"
     """Divide advantages by the std of rewards in the group (`group`) or of all ranks (`batch`), or whiten them over the
     tokens of the batch (`whiten`). `auto`: the scale of the estimator, group for grpo."""
@@ -150,7 +152,12 @@ class AlgorithmConfig(Section):
 
     def _advantage_problems(self, config: "Config") -> Iterator[Problem]:
         own, scale = is_own(self.advantage_estimator), config.advantage_scale
-        if self.n_samples_per_prompt < 2 and not (own and scale != "group"):
+        compares = self.advantage_estimator != "none" and not (own and scale != "group")
+        if self.advantage_estimator == "none" and not config.trains_zero_advantage:
+            yield (
+                "--advantage-estimator none leaves nothing to learn from: name another, or a teacher by --opd-teacher"
+            )
+        if self.n_samples_per_prompt < 2 and compares:
             yield (
                 f"--n-samples-per-prompt must be at least 2 with --algorithm {self.algorithm}, got "
                 f"{self.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"

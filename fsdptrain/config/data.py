@@ -76,8 +76,8 @@ class RewardConfig(Section):
     NAME = "reward"
 
     reward: Annotated[Names, GENERATES] = Field(default=["auto"], min_length=1)
-    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, code, judge, environment or
-    `package.module:function`, each with an optional `=weight`."""
+    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, code, judge, environment,
+    none (always 0) or `package.module:function`, each with an optional `=weight`."""
     max_unscored_fraction: Annotated[float, NEUTRAL, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
     """Stop if more than this fraction of a rollout's samples could not be scored."""
     reward_timeout: Annotated[float | None, NEUTRAL, GENERATES] = Field(default=None, gt=0.0)

@@ -63,6 +63,7 @@ ADVANTAGE_SCALES: Mapping[str, str] = {  # meaning of `--advantage-scale auto`
     "reinforce++_baseline": "whiten",
     "max_rl": "none",
     "opo": "none",
+    "none": "none",
 }
 LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
 
@@ -82,6 +83,7 @@ PRESETS: Mapping[str, Preset] = {
     "reinforce++_baseline": Preset("grpo", advantage_estimator="reinforce++_baseline"),
     "max_rl": Preset("grpo", advantage_estimator="max_rl"),
     "opo": Preset("reinforce", advantage_estimator="opo"),
+    "opd": Preset("grpo", advantage_estimator="none"),
     "sft": Preset("sft"),
 }
 

@@ -81,6 +81,11 @@ class Section(BaseModel):
         """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
         return ""
 
+    def memory(self, config: "Config") -> "tuple[dict[str, int], dict[str, int]]":
+        """Return the bytes that its options add: per rank on the device, and on the host of all shards of a model."""
+        del config
+        return {}, {}
+
     def problems(self, config: "Config") -> Iterator[Problem]:
         """Yield one line for each invalid combination that rules of fields cannot state."""
         del config

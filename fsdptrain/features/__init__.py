@@ -15,6 +15,7 @@ from fsdptrain.config import Config, Section
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
+from fsdptrain.features.distillation.config import DistillationConfig
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.lora.config import LoraConfig
@@ -69,6 +70,7 @@ SECTIONS: tuple[type[Section], ...] = (
     CompileConfig,
     FusedLogprobsConfig,
     LigerConfig,
+    DistillationConfig,
 )
 FEATURES = (
     Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
@@ -87,4 +89,5 @@ FEATURES = (
     ),
     Entry("vision:VisionFeature", lambda config: config.section(VisionConfig).enabled),
     Entry("prefix_sharing:PrefixSharingFeature", _shares_prefixes),
+    Entry("distillation:DistillationFeature", lambda config: config.section(DistillationConfig).enabled),
 )

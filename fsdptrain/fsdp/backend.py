@@ -135,6 +135,7 @@ class FSDPBackend:
         for batch in batches:
             moved = batch.to(self.device)
             logprobs = self._logprobs(moved, with_entropy=config.with_entropy)
+            moved = self.features.before_loss(moved, logprobs)
             output = loss(moved, logprobs.for_loss(config), config)
             output = self.features.finish_loss(output, moved, logprobs)
             self._optimizer.scale(output.loss).backward()

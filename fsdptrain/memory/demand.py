@@ -83,6 +83,16 @@ def shard_state(config: Config, shard: Shard) -> tuple[Parts, Parts]:
     return on_device, {name: size for name, size in state.items() if name in moved}
 
 
+def sections_memory(config: Config) -> tuple[Parts, Parts]:
+    """Return what options of features add: on the device of a rank, and on the host of all shards of a model."""
+    device, host = Parts(), Parts()
+    for section in config.sections:
+        of_device, of_host = section.memory(config)
+        device |= of_device
+        host |= of_host
+    return device, host
+
+
 def generation_need(config: Config, shard: Shard, cache: Parts) -> Parts:
     """Return the device memory while the embedded engine generates. cache: its key-value cache.
 
@@ -124,6 +134,9 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
         weights = trained if counts.adapter else trained + frozen  # only the adapter is written
         copies = 1 + (config.stores_reference and config.ref.update_interval is not None)  # a moving reference too
         host["the checkpoint in writing"] = ranks * (copies * weights + 2 * trained)
+    more, of_all_shards = sections_memory(config)
+    device |= more
+    host |= {name: ranks * math.ceil(size / shard.num_shards) for name, size in of_all_shards.items()}
     if config.model.load_strategy == "rank0":
         host["rank 0's whole copy"] = MASTER_BYTES * counts.total
     if supply.has_accelerator:

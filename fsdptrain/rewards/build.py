@@ -24,6 +24,7 @@ REWARDS = registry.Table[RewardFunction](
         "format": "fsdptrain.rewards.functions:format_tags",
         "code": "fsdptrain.rewards.code:code",
         "judge": "fsdptrain.rewards.judge:Judge",
+        "none": "fsdptrain.rewards.functions:none",
     }
 )
 GENERATOR = "reasoning_gym:"

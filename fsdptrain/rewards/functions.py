@@ -27,6 +27,12 @@ def format_tags(prompt: Prompt, response: str) -> float:
     return float(all(response.count(tag) == 1 for tag in TAGS) and TAGGED.fullmatch(response) is not None)
 
 
+def none(prompt: Prompt, response: str) -> float:
+    """Return 0: a run that learns from a teacher alone needs no reward."""
+    del prompt, response
+    return 0.0
+
+
 def environment(prompt: Prompt, response: str) -> Mapping[str, float]:
     """Return the environment's reward of the episode. Raises RewardError if it gave none.
 

@@ -30,8 +30,8 @@ def carry_scores(
     if not later:
         return []
     first = scored[0].packs[0]
-    names = [name for name in (*CARRIED, *extra_fields) if getattr(first, name) is not None]  # the same on every rank
-    fields = {name: getattr(first, name) for name in names}
+    names = [name for name in (*CARRIED, *extra_fields, *first.extras) if _field(first, name) is not None]
+    fields = {name: _field(first, name) for name in names}  # the same on every rank
     num_rows = sum(math.prod(field.shape[1:]) for field in fields.values())
     rows = {i: row for step in scored for batch, packed in _own_packs(step) for i, row in _rows(batch, packed, names)}
     holders = {i: rank for step in scored for rank, packs in enumerate(step.members) for pack in packs for i in pack}
@@ -45,16 +45,19 @@ def carry_scores(
         empty = torch.zeros(num_rows, batch.num_tokens)  # for the empty pack of a rank without samples
         values = torch.cat([next(arrived) for _ in packed], dim=1) if packed else empty
         parts = values.split([math.prod(field.shape[1:]) for field in fields.values()])
-        return replace(
-            batch,
-            **{
-                name: part.T.to(field.dtype).reshape(-1, *field.shape[1:])
-                for (name, field), part in zip(fields.items(), parts, strict=True)
-                if packed or field.dim() == 1
-            },
-        )
+        found = {
+            name: part.T.to(field.dtype).reshape(-1, *field.shape[1:])
+            for (name, field), part in zip(fields.items(), parts, strict=True)
+            if packed or field.dim() == 1
+        }
+        extras = {name: found.pop(name) for name in first.extras if name in found}
+        return replace(batch, extras=extras, **found)
 
     return [replace(step, packs=[filled(*pair) for pair in _own_packs(step)]) for step in later]
+
+
+def _field(batch: PackedBatch, name: str) -> Tensor:
+    return batch.extras[name] if name in batch.extras else getattr(batch, name)
 
 
 def _own_packs(step: StepBatches) -> Iterator[tuple[PackedBatch, Sequence[int]]]:
@@ -65,5 +68,5 @@ def _own_packs(step: StepBatches) -> Iterator[tuple[PackedBatch, Sequence[int]]]
 def _rows(batch: PackedBatch, packed: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
     """Yield (index, [rows, L] f32) for each sample, with the fields stacked along the first dimension."""
     if packed:
-        columns = torch.cat([getattr(batch, name).reshape(batch.num_tokens, -1).T.float() for name in names])
+        columns = torch.cat([_field(batch, name).reshape(batch.num_tokens, -1).T.float() for name in names])
         yield from zip(packed, columns.split(batch.seqlens, dim=1), strict=True)

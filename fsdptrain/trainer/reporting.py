@@ -113,7 +113,8 @@ class Reporter:
 
     def warn_without_signal(self, values: Metrics, folder: Path) -> None:
         """Warn once when all rewards were equal for several rollouts."""
-        alike = values.get("reward/std", 1.0) < 1e-6
+        learns = self._config.algorithm.advantage_estimator != "none"
+        alike = learns and values.get("reward/std", 1.0) < 1e-6
         self._num_alike = self._num_alike + 1 if alike else 0
         if self._num_alike == _MANY_ALIKE:
             line = "all rewards were %g for %d rollouts: no learning signal; check %s and --reward"

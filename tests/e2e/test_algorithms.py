@@ -9,6 +9,7 @@ from fsdptrain.config.presets import PRESETS
 from tests.e2e import command
 from tests.e2e.command import UNEVALUATED, metrics_of
 from tests.matrix import only
+from tests.testing import save_tiny_checkpoint
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 QUICK = ["--num-rollout", "1", "--eval-interval", "0", "--keep-last", "0", "--no-export"]
@@ -28,6 +29,7 @@ def test_the_quickstart_trains_with_every_algorithm(checkpoint: Path, tmp_path: 
     """The recipe tunes grpo; the algorithm of the flag overrides its loss options."""
     argv = ["--recipe", str(QUICKSTART), "--algorithm", name, "--hf-checkpoint", str(checkpoint), *QUICK, "--log-to"]
     argv += ["--output-dir", str(tmp_path / "run"), "--global-batch-size", "16"]
+    argv += ["--opd-teacher", str(save_tiny_checkpoint(tmp_path / "teacher", seed=1))] if name == "opd" else []
     if name != "sft":
         argv += ["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"]
         argv += ["--reward", "tests.e2e.rewards:variety"]

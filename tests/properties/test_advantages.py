@@ -123,7 +123,7 @@ def test_advantages_equal_a_reference_in_float64(name, scale, batch) -> None:
             baseline = np.array([np.delete(rewards, i).mean() for i in range(len(rewards))])
         if name == "opo" and lengths.sum():
             baseline = np.average(rewards, weights=lengths)
-        expected[members] = rewards - baseline
+        expected[members] = 0.0 if name == "none" else rewards - baseline
         if name == "max_rl":
             expected[members] = expected[members] / rewards.mean() if rewards.mean() > 0 else 0.0
         if scale == "group":

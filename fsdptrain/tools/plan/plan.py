@@ -34,6 +34,7 @@ from fsdptrain.memory.demand import (
     compute_bytes,
     generation_need,
     memory_need,
+    sections_memory,
     shard_state,
 )
 from fsdptrain.memory.grid import Grid
@@ -301,7 +302,7 @@ class Planner:
             reshard_after_forward=bool(config.fsdp.reshard_after_forward),
             prefetch=config.fsdp.prefetch,
             cpu_offload=config.fsdp.cpu_offload,
-            state=shard_state(config, self.shard(config))[0],
+            state=shard_state(config, self.shard(config))[0] | sections_memory(config)[0],
         )
 
     def generation(self, config: Config) -> MemoryPeak | None:

@@ -100,6 +100,7 @@ class GroupSource:
         with raise_on_all_ranks(RolloutError, "rollout"):
             shaped = list(samples) if self.shaping is None else self.shaping.apply(samples)
             samples = assign_advantages(shaped, self.advantages)
+            samples = self.features.finish_samples(samples, {prompt.id: prompt for prompt in made.prompts})
             for feature in self.features:
                 feature.check_samples([s for sample in samples for s in sample.sequences])
         return RolloutBatch(

@@ -69,7 +69,7 @@ def another(key: Key) -> Any:
     if get_origin(key.field.annotation) is Literal:
         return next(choice for choice in choices if choice != default)
     if isinstance(default, float):
-        return 0.5
+        return 0.5 if default != 0.5 else 0.25
     return default + 1 if isinstance(default, int) else "x"
 
 

@@ -20,6 +20,14 @@ def decided(config):
     return {key.flat: key.value(config) for key in keys}
 
 
+def needed(algorithm: str) -> dict[str, str]:
+    return {"opd_teacher": "y"} if algorithm == "opd" else {}
+
+
+def flags(algorithm: str) -> list[str]:
+    return [part for flat, value in needed(algorithm).items() for part in (all_keys()[flat].flag, value)]
+
+
 def written(tmp_path: Path, **values) -> str:
     """The recipe that a run with `values` leaves: every value of it."""
     path = tmp_path / "r.yaml"
@@ -30,18 +38,18 @@ def written(tmp_path: Path, **values) -> str:
 @pytest.mark.parametrize("before", ["grpo", "dapo", "dppo_tv", "gspo", "sapo"])
 @pytest.mark.parametrize("now", sorted(PRESETS))
 def test_the_written_recipe_of_a_run_can_be_run_with_every_other_algorithm(before, now, tmp_path):
-    size = {} if now == "sft" else {"global_batch_size": 64}
+    size = {} if now == "sft" else {"global_batch_size": 64, **needed(now)}
     recipe = written(tmp_path, algorithm=before, global_batch_size=64)
-    resolved = resolve(["--recipe", recipe, "--algorithm", now])
+    resolved = resolve(["--recipe", recipe, "--algorithm", now, *flags(now)])
     assert decided(resolved.config) == decided(Config(hf_checkpoint="x", algorithm=now, **size))
     assert resolved.sources["loss"] == ("recipe" if now == before else SUPERSEDED)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_the_quickstart_is_a_recipe_for_every_algorithm(name):
-    config = resolve(["--recipe", str(QUICKSTART), "--algorithm", name]).config
+    config = resolve(["--recipe", str(QUICKSTART), "--algorithm", name, *flags(name)]).config
     tuned = {"eps_clip_high": 0.28} if name == "grpo" else {}
-    assert decided(config) == {**decided(Config(hf_checkpoint="x", algorithm=name)), **tuned}
+    assert decided(config) == {**decided(Config(hf_checkpoint="x", algorithm=name, **needed(name))), **tuned}
     assert config.optim.lr == 2e-4
 
 

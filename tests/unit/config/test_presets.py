@@ -61,6 +61,7 @@ def test_every_loss_says_what_it_reads():
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_every_algorithm_is_a_configuration_that_can_be_written_and_read(name, off_policy, tmp_path):
     batch = ["--global-batch-size", "64"] if off_policy and name != "sft" else []
+    batch += ["--opd-teacher", "y"] if name == "opd" else []
     resolved = resolve([*MODEL, "--algorithm", name, *batch])
     algorithm, preset = resolved.config.algorithm, PRESETS[name]
     assert (algorithm.loss, algorithm.loss_aggregation, algorithm.advantage_estimator) == (

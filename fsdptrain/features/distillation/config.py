@@ -1,0 +1,118 @@
+"""Options of the teacher."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, RL_ONLY, TUNING, Excludes, Problem, Requires
+from fsdptrain.config.section import Section
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+SELF = "self"
+CHUNK = 512  # most tokens whose logits the divergence holds at a time
+_SEQUENCE_LOSSES = "gspo|gmpo"  # one ratio per sequence, for which advantages must be equal within it
+_JSD = Requires("opd_loss=jsd", fix="add --opd-loss jsd, or remove it")
+
+
+class DistillationConfig(Section):
+    """On-policy distillation from a teacher: docs/distillation.md."""
+
+    NAME = "distillation"
+    PREFIX = "opd_"
+    RULES = (RL_ONLY, Requires("opd_teacher", fix="name a teacher, or remove it"), FSDP_ONLY)
+
+    teacher: Annotated[
+        str | None,
+        TUNING,
+        Excludes("image_key", fix="the teacher gets no images: leave one of them out"),
+        Excludes("@is_truncated", reason="with truncated sampling, whose renormalized logprobs no teacher has: set "
+                 "--rollout-top-p 1, --rollout-top-k and --rollout-min-p off"),
+    ] = None  # fmt: skip
+    """Teacher: a checkpoint (directory or Hub name) with the tokenizer of the policy, the URL of a vLLM server, or
+    `self`, the policy with --opd-teacher-prompt. Default: no distillation."""
+    loss: Literal["token", "jsd"] = "token"
+    """`token`: add opd_kl_coef * (teacher logprob - old logprob) to the advantage of each token, whose expectation is
+    the negative reverse KL. `jsd`: add opd_kl_coef times the generalized Jensen-Shannon divergence of the next-token
+    distributions to the loss of each token."""
+    kl_coef: Annotated[float, TUNING] = Field(default=1.0, gt=0.0)
+    """Coefficient of the teacher's term."""
+    beta: Annotated[float, _JSD] = Field(default=0.5, ge=0.0, le=1.0)
+    """jsd: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy || teacher), between them the divergence to
+    the mixture beta * teacher + (1 - beta) * policy (GKD)."""
+    top_k: Annotated[int | None, _JSD] = Field(default=None, ge=1)
+    """jsd: compare the teacher's most likely tokens, and all others together as one. Default: the whole vocabulary."""
+    teacher_prompt: str | None = None
+    """Prompt of the teacher, with {prompt} (last message of the user) and {label} replaced by those of the row, e.g.
+    "{prompt} A correct answer is {label}.". Default: the prompt of the policy."""
+    teacher_api_key_env: Annotated[str | None, NEUTRAL] = None
+    """Environment variable that holds the API key of the teacher's server."""
+    teacher_timeout: Annotated[float, NEUTRAL] = Field(default=600.0, gt=0.0)
+    """Longest time of one request to the teacher's server. [s]"""
+
+    @property
+    def enabled(self) -> bool:
+        return self.teacher is not None
+
+    @property
+    def is_server(self) -> bool:
+        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def trains_zero_advantage(self) -> str:
+        return "--opd-teacher" if self.enabled else ""
+
+    def memory(self, config: "Config") -> tuple[dict[str, int], dict[str, int]]:
+        if self.teacher is None or self.is_server or self.teacher == SELF:
+            return {}, {}
+        from fsdptrain.features.distillation.size import teacher_bytes
+
+        return teacher_bytes(self.teacher, config, keeps_head=self.loss == "jsd" and self.top_k is None)
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if config.algorithm.algorithm == "opd" and not self.enabled:
+            yield "--algorithm opd needs --opd-teacher: a checkpoint, the URL of a vLLM server, or self"
+        if not self.enabled:
+            return
+        if not self.is_server:
+            reason = "with a teacher that is no server: remove it"
+            yield from config.without_effect(["opd_teacher_api_key_env", "opd_teacher_timeout"], reason)
+        if self.teacher == SELF and self.teacher_prompt is None:
+            yield "--opd-teacher self needs --opd-teacher-prompt: with the same prompt the teacher is the policy"
+        if self.teacher_prompt is not None and not {"{prompt}", "{label}"} & set(_places(self.teacher_prompt)):
+            yield f"--opd-teacher-prompt {self.teacher_prompt!r} names neither {{prompt}} nor {{label}}: add one"
+        if self.is_server and config.rollout.temperature != 1.0:
+            yield (
+                f"--opd-teacher {self.teacher} gives logprobs at temperature 1, not at --rollout-temperature "
+                f"{config.rollout.temperature:g}: set that to 1, or use a checkpoint"
+            )
+        is_model = not self.is_server and self.teacher != SELF
+        if is_model and config.ranks_along("tensor") * config.ranks_along("experts") > 1:
+            yield (
+                f"--opd-teacher {self.teacher} is not split by --tensor-parallel-size and --expert-parallel-size: "
+                "leave these out, or serve the teacher by vLLM and give its URL"
+            )
+        if self.loss == "jsd":
+            yield from self._jsd_problems(config)
+        elif config.algorithm.loss in _SEQUENCE_LOSSES.split("|"):
+            yield (
+                f"--opd-loss token gives each token an advantage, and --loss {config.algorithm.loss} has one ratio per "
+                "sequence: use --loss grpo, or --opd-loss jsd"
+            )
+
+    def _jsd_problems(self, config: "Config") -> Iterator[Problem]:
+        if (self.is_server or self.teacher == SELF) and self.top_k is None:
+            yield f"--opd-loss jsd with --opd-teacher {self.teacher} needs --opd-top-k, e.g. 32"
+        for flat in ("tensor_parallel_size", "context_parallel_size"):
+            if (config.value(flat) or 1) > 1:
+                yield f"--opd-loss jsd does not work with --{flat.replace('_', '-')}: leave it out, or use token"
+        if config.batch.epochs_per_rollout > 1:
+            yield (
+                f"--opd-loss jsd does not work with --epochs-per-rollout {config.batch.epochs_per_rollout}: set it to 1"
+            )
+
+
+def _places(text: str) -> list[str]:
+    return [place for place in ("{prompt}", "{label}") if place in text]

@@ -1,0 +1,155 @@
+"""A teacher behind a vLLM server: logprobs of the tokens of a prompt, by `prompt_logprobs`.
+
+The client of the rollout servers is not used: a teacher is any server, without weight updates, health rules or tags.
+"""
+
+import asyncio
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from fsdptrain.config import Config
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.features.distillation.config import DistillationConfig
+from fsdptrain.features.distillation.divergence import Head
+from fsdptrain.features.distillation.teacher import TOP_IDS, TOP_LOGPROBS, Verdict
+from fsdptrain.types import PackedBatch
+
+CONCURRENCY = 64  # requests of a rank in flight; the server queues them
+ATTEMPTS = 3  # per request: a server that restarts its HTTP workers breaks connections
+SMALLEST_REST = 1e-7  # probability of all tokens but the k most likely, which the server rounds to float32
+PROBE = 'The 2 answers: {"x": [1, 2.5]}\n\n\tÄ 世界 <|im_end|> def f(): return x**2  # 10,000'
+
+
+class ServerTeacher:
+    """Asks the server for each sequence of a pack once."""
+
+    def __init__(self, url: str, *, model: str, key: str | None, timeout: float, top_k: int | None) -> None:
+        self._url, self._model, self._key, self._timeout = url, model, key, timeout
+        self._top_k = top_k
+
+    @classmethod
+    def connect(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "ServerTeacher":
+        """Reach the server and compare tokenizers on a probe text. Raises ConfigError."""
+        options = config.section(DistillationConfig)
+        assert options.teacher is not None
+        url, key = options.teacher.rstrip("/"), None
+        if options.teacher_api_key_env is not None:
+            key = os.environ.get(options.teacher_api_key_env)
+            if key is None:
+                raise ConfigError(f"--opd-teacher-api-key-env {options.teacher_api_key_env} is not set: export it")
+        try:
+            with httpx.Client(
+                headers=_headers(key), timeout=min(60.0, options.teacher_timeout), trust_env=False
+            ) as client:
+                served = _json(client.get(f"{url}/v1/models"))["data"][0]
+                model, limit = served["id"], served["max_model_len"]
+                body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
+                theirs = _json(client.post(f"{url}/tokenize", json=body))["tokens"]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"--opd-teacher {url} is no vLLM server that can be reached: {type(error).__name__}: {error}"
+            ) from error
+        ours = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+        if list(theirs) != list(ours):
+            raise ConfigError(
+                f"--opd-teacher {url} serves {model} with another tokenizer than --hf-checkpoint: a probe text has "
+                f"{len(theirs)} tokens there and {len(ours)} here, {theirs[:8]} and {ours[:8]}"
+            )
+        if limit <= config.longest_sequence:
+            raise ConfigError(
+                f"--opd-teacher {url} serves sequences of {limit} tokens, and this run may have "
+                f"{config.longest_sequence} and one more: lower --rollout-max-prompt-len, or raise --max-model-len of "
+                "the server"
+            )
+        return cls(url, model=model, key=key, timeout=options.teacher_timeout, top_k=options.top_k)
+
+    @property
+    def line(self) -> str:
+        return f"teacher: {self._model} at {self._url}"
+
+    def head(self) -> Head | None:
+        return None
+
+    def judge(self, packs: Sequence[PackedBatch]) -> list[Verdict]:
+        sequences = [ids.tolist() for pack in packs for ids in pack.input_ids.split(pack.seqlens)]
+        with raise_on_all_ranks(RolloutError, "--opd-teacher"):
+            answers = iter(asyncio.run(self._ask_all(sequences)))
+        return [self._verdict(pack, [next(answers) for _ in pack.seqlens]) for pack in packs]
+
+    async def _ask_all(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
+        slots = asyncio.Semaphore(CONCURRENCY)
+        async with httpx.AsyncClient(
+            headers=_headers(self._key),
+            timeout=httpx.Timeout(self._timeout, connect=30.0, pool=None),
+            trust_env=False,
+            limits=httpx.Limits(max_connections=CONCURRENCY),
+            transport=httpx.AsyncHTTPTransport(retries=ATTEMPTS - 1),
+        ) as client:
+            return await asyncio.gather(*(self._ask(client, slots, ids) for ids in sequences))
+
+    async def _ask(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, ids: list[int]) -> list[Any]:
+        """Return an entry for each token: None for the first one, then {token id: {logprob: ...}}."""
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self._top_k or 0}
+        if len(ids) < 2:  # the pack of a rank without samples
+            return [None] * len(ids)
+        async with slots:
+            try:
+                answer = _json(await client.post(f"{self._url}/v1/completions", json=body))
+                found = answer["choices"][0]["prompt_logprobs"]
+                if len(found) != len(ids):
+                    raise ValueError(f"{len(found)} prompt_logprobs for {len(ids)} tokens")
+                return found
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                raise RolloutError(
+                    f"--opd-teacher {self._url} gave no logprobs for {len(ids)} tokens: {type(error).__name__}: {error}"
+                ) from error
+
+    def _verdict(self, pack: PackedBatch, answers: Sequence[list[Any]]) -> Verdict:
+        following = [entry for answer in answers for entry in (*answer[1:], None)]  # of the label of each token
+        labels = pack.labels.tolist()
+        places = pack.loss_positions.tolist()
+        entries = [following[t] or {str(labels[t]): {"logprob": 0.0}} for t in places]  # None: no loss there
+        values = torch.tensor([_logprob(entry, labels[t]) for entry, t in zip(entries, places, strict=True)])
+        if self._top_k is None:
+            return Verdict(values, {})
+        k = self._top_k
+        likeliest = [sorted(((x["logprob"], int(i)) for i, x in e.items()), reverse=True)[:k] for e in entries]
+        width = max(map(len, likeliest))
+        ids, logprobs = zip(*(_padded(row, width) for row in likeliest), strict=True)
+        return Verdict(values, {TOP_IDS: torch.tensor(ids), TOP_LOGPROBS: _with_rest(torch.tensor(logprobs))})
+
+
+def _padded(row: list[tuple[float, int]], width: int) -> tuple[list[int], list[float]]:
+    """Repeat nothing: only the row of a pack without loss tokens is short, and its weight is 0."""
+    more = width - len(row)
+    return [i for _, i in row] + list(range(more)), [x for x, _ in row] + [-math.inf] * more
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:  # [M, k] -> [M, k + 1]
+    rest = (1 - logprobs.double().exp().sum(1, keepdim=True)).clamp(min=SMALLEST_REST).log()
+    return torch.cat([logprobs, rest.to(logprobs.dtype)], dim=1)
+
+
+def _logprob(entry: dict[str, Any], token: int) -> float:
+    value = float(entry[str(token)]["logprob"])
+    if not math.isfinite(value):
+        raise RolloutError(f"--opd-teacher gave the logprob {value} for token {token}")
+    return value
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _json(answer: httpx.Response) -> Any:
+    if answer.is_error:
+        raise ValueError(f"HTTP {answer.status_code}: {answer.text[:300]}")
+    return answer.json()

@@ -1,0 +1,34 @@
+"""The memory of a teacher, from its config.json."""
+
+from functools import cache
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain.config import Config
+from fsdptrain.features.distillation.config import CHUNK
+from fsdptrain.model.loading.hub import resolve_config
+from fsdptrain.model.structure import count_parameters, lm_head
+
+_LOGITS = 5  # tensors of one chunk of logits that the divergence and its gradient hold, in float32
+
+
+def teacher_bytes(teacher: str, config: Config, *, keeps_head: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes on the device of a rank, and those on the host of all shards."""
+    width = getattr(torch, config.compute_dtype_name).itemsize
+    total, head, vocab_size = _sizes(teacher, config.model.trust_remote_code)
+    logits = _LOGITS * 4 * min(CHUNK, config.model.chunk_size) * vocab_size
+    device = {"logits of the divergence": logits} if keeps_head else {}
+    if keeps_head:
+        device["the teacher's head"] = width * head
+    return device, {"the teacher": width * total}
+
+
+@cache
+def _sizes(teacher: str, trust_remote_code: bool) -> tuple[int, int, int]:
+    """Return the parameters of all and of the head, and the size of the vocabulary."""
+    config = AutoConfig.from_pretrained(resolve_config(teacher), trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    head = sum(p.numel() for p in lm_head(model).parameters())
+    return count_parameters(model).total, head, model.config.get_text_config().vocab_size

@@ -1,0 +1,117 @@
+"""Divergences by their definitions: whole logits in float64, where autograd computes the gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdptrain.features.distillation.divergence import (
+    Head,
+    Target,
+    TopTokens,
+    WholeVocabulary,
+    chunked_divergence,
+    generalized_jsd,
+    top_tokens,
+    with_rest,
+)
+from fsdptrain.model.logit_passes import HeadTransform
+
+M, V, D, TEACHER_D = 11, 23, 6, 9
+BETAS = (0.0, 0.3, 1.0)
+TRANSFORMS = (HeadTransform(temperature=0.7), HeadTransform(logit_scale=0.5, softcap=2.0, temperature=1.3))
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def z_of(hidden: Tensor, head: Head) -> Tensor:
+    logits, transform = hidden @ head.weight.T + (0 if head.bias is None else head.bias), head.transform
+    logits = logits * transform.logit_scale
+    if transform.softcap is not None:
+        logits = transform.softcap * (logits / transform.softcap).tanh()
+    return logits / transform.temperature
+
+
+def defined(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    """The divergence of the policy q to the teacher p, both probabilities [M, V], by the paper's definition."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack(
+            [
+                sum((x * (x / y).log() for x, y in zip(r, s, strict=True)), r.new_zeros(()))
+                for r, s in zip(a, b, strict=True)
+            ]
+        )
+
+    if beta in (0, 1):
+        return kl(q, p) if beta else kl(p, q)
+    mixture = beta * p + (1 - beta) * q
+    return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+
+
+@pytest.fixture
+def teacher() -> tuple[Tensor, Head]:
+    return random(M, TEACHER_D, seed=1), Head(random(V + 4, TEACHER_D, seed=2), random(V + 4, seed=3), TRANSFORMS[0])
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_divergence_and_gradients_are_those_of_the_definition(
+    teacher: tuple[Tensor, Head], beta: float, transform: HeadTransform, chunk_size: int
+) -> None:
+    """The teacher has 4 tokens of padding more, and other widths."""
+    p = z_of(*teacher)[:, :V].softmax(-1)
+    grad = random(M, seed=4)
+
+    def leaves() -> list[Tensor]:
+        return [x.requires_grad_() for x in (random(M, D, seed=5), random(V, D, seed=6), random(V, seed=7))]
+
+    hidden, weight, bias = wanted = leaves()
+    values = defined(p, z_of(hidden, Head(weight, bias, transform)).softmax(-1), beta)
+    values.backward(grad)
+    hidden, weight, bias = found = leaves()
+    target = WholeVocabulary(*teacher, beta)
+    ours = chunked_divergence(hidden, Head(weight, bias, transform), target, chunk_size=chunk_size)
+    ours.backward(grad)
+    torch.testing.assert_close(ours, values, rtol=1e-12, atol=1e-13)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def of_target(target: Target, hidden: Tensor, head: Head) -> Tensor:
+    return chunked_divergence(hidden, head, target, chunk_size=4)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_top_tokens_bound_the_divergence_from_below_and_reach_it_with_the_whole_vocabulary(beta: float) -> None:
+    hidden, head = random(M, D, seed=5), Head(random(V, D, seed=6), None, TRANSFORMS[0])
+    teacher, teachers = random(M, TEACHER_D, seed=1), Head(random(V, TEACHER_D, seed=2), None, TRANSFORMS[0])
+    whole = of_target(WholeVocabulary(teacher, teachers, beta), hidden, head)
+    before = torch.zeros_like(whole)
+    for k in (1, 5, V - 1):
+        found = of_target(TopTokens(*top_tokens(teacher, teachers, k, chunk_size=3), beta), hidden, head)
+        assert (found >= before - 1e-12).all()
+        assert (found <= whole + 1e-12).all()
+        before = found
+    torch.testing.assert_close(before, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_the_rest_is_what_the_chosen_tokens_leave() -> None:
+    logits = random(M, V, seed=8)
+    ids = logits.topk(3).indices
+    probabilities = with_rest(logits, ids).exp()
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(M, dtype=torch.float64))
+    torch.testing.assert_close(probabilities[:, :3], logits.softmax(-1).gather(1, ids))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_divergence_is_that_of_trl(beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.gkd import GKDTrainer
+
+    policy, teacher = random(1, M, V, seed=1), random(1, M, V, seed=2)
+    theirs = GKDTrainer.generalized_jsd_loss(policy, teacher, beta=beta, reduction="sum")
+    ours = generalized_jsd(policy.log_softmax(-1), teacher.log_softmax(-1), beta).sum()
+    torch.testing.assert_close(ours, theirs)
