@@ -55,6 +55,17 @@ def wrong_column(folder: Path, checkpoint: Path) -> list[str]:
     return ["--prompt-data", str(folder / "rows.jsonl"), "--reward", "exact"]
 
 
+def teacher_of_another_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
+    teacher = copy_of(checkpoint, folder)
+    path = teacher / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [token for token in vocabulary if len(token) == 1][:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(tokenizer))
+    return ["--algorithm", "opd", "--opd-teacher", str(teacher)]
+
+
 def raising_reward(folder: Path, checkpoint: Path) -> list[str]:
     return ["--reward", "tests.e2e.rewards:raises"]
 
@@ -94,6 +105,12 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (file_as_folder, ["--output-dir"]),
     (flags("--rollout-max-prompt-len", "3"), ["--rollout-max-prompt-len"]),
     (flags("--liger"), ["--liger needs"]),
+    (flags("--algorithm", "opd", "--opd-teacher", "/nowhere"), ["--opd-teacher /nowhere is not a folder"]),
+    (
+        flags("--algorithm", "opd", "--opd-teacher", "http://127.0.0.1:9"),
+        ["--opd-teacher http://127.0.0.1:9", "reached"],
+    ),
+    (teacher_of_another_tokenizer, ["--opd-teacher", "another tokenizer", "differ"]),
     (flags("--resume", "nowhere/step_3"), ["--resume", "nowhere"]),
 ]
 

@@ -72,8 +72,6 @@ class DistillationConfig(Section):
         return teacher_bytes(self.teacher, config, keeps_head=self.loss == "jsd" and self.top_k is None)
 
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if config.algorithm.algorithm == "opd" and not self.enabled:
-            yield "--algorithm opd needs --opd-teacher: a checkpoint, the URL of a vLLM server, or self"
         if not self.enabled:
             return
         if not self.is_server:

@@ -37,7 +37,7 @@ from fsdptrain.features.distillation.teacher import (
 )
 from fsdptrain.features.distillation.tokenizers import load_tokenizer, require_same_tokenizer
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.model.loading.files import resolve_checkpoint
+from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.rows import Rows, zeros_with
 from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample
 
@@ -75,7 +75,8 @@ class DistillationFeature(Feature):
                 feature._teacher = ServerTeacher.connect(config, feature._tokenizer)
         elif options.teacher != SELF:
             assert options.teacher is not None
-            feature._path = resolve_checkpoint(options.teacher)
+            with named_in_errors("--opd-teacher"):
+                feature._path = resolve_checkpoint(options.teacher)
             with raise_on_all_ranks(ConfigError, "--opd-teacher"):
                 require_same_tokenizer(config, feature._tokenizer, feature._path)
         return feature

@@ -16,6 +16,7 @@ STARTED = {"rollout_engine": "vllm-server", "rollout_num_servers": 2}
 ADAPTER = {"lora_rank": 8, "lora_sync": "adapter"}
 MEGATRON = {"backend": "megatron"}
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}
+TEACHER, SERVER = {"opd_teacher": "y"}, "http://127.0.0.1:8000"
 TENSOR, EXPERT = {"tensor_parallel_size": 2}, {"expert_parallel_size": 2}
 # untested combinations with split layers or experts; and with split layers alone
 BESIDE_BOTH = [
@@ -55,6 +56,29 @@ CORE_AND_FEATURES = [
             dict.fromkeys(EXPERT, 1),
         )
         for other in BESIDE_BOTH
+    ),
+    ({"algorithm": "opd"}, ["--algorithm opd", "--opd-teacher"], TEACHER),
+    ({"advantage_estimator": "none"}, ["--advantage-estimator none", "--opd-teacher"], TEACHER),
+    ({"opd_kl_coef": 0.5}, ["--opd-kl-coef", "--opd-teacher"], TEACHER),
+    ({**TEACHER, **SFT}, ["--opd-teacher", "--algorithm sft"], {"algorithm": "opd"}),
+    ({**TEACHER, "opd_beta": 0.1}, ["--opd-beta", "--opd-loss jsd"], {"opd_loss": "jsd"}),
+    ({**TEACHER, "rollout_top_p": 0.9}, ["--opd-teacher", "--rollout-top-p 1"], {"rollout_top_p": 1.0}),
+    ({**TEACHER, "image_key": "image"}, ["--opd-teacher", "--image-key"], {"image_key": None}),
+    ({**TEACHER, "algorithm": "gspo"}, ["--opd-loss token", "--loss gspo"], {"opd_loss": "jsd"}),
+    ({**TEACHER, **TENSOR}, ["--opd-teacher", "--tensor-parallel-size"], {"opd_teacher": SERVER}),
+    ({**TEACHER, "opd_teacher_timeout": 5.0}, ["--opd-teacher-timeout", "no server"], {"opd_teacher": SERVER}),
+    (
+        {"opd_teacher": SERVER, "rollout_temperature": 0.7},
+        ["--opd-teacher", "--rollout-temperature 0.7"],
+        {"rollout_temperature": 1.0},
+    ),
+    ({"opd_teacher": SERVER, "opd_loss": "jsd"}, ["--opd-teacher", "--opd-top-k"], {"opd_top_k": 8}),
+    ({"opd_teacher": "self"}, ["--opd-teacher self", "--opd-teacher-prompt"], {"opd_teacher_prompt": "{label}"}),
+    ({**TEACHER, "opd_teacher_prompt": "{x}"}, ["--opd-teacher-prompt", "{label}"], {"opd_teacher_prompt": "{label}"}),
+    (
+        {**TEACHER, "opd_loss": "jsd", "epochs_per_rollout": 2},
+        ["--opd-loss jsd", "--epochs-per-rollout 2"],
+        {"epochs_per_rollout": 1},
     ),
     ({"hf_checkpoint": ""}, ["--hf-checkpoint", "Qwen/Qwen3-4B"], {"hf_checkpoint": "x"}),
     ({"resume": ""}, ["--resume"], {"resume": "never"}),

@@ -1,0 +1,82 @@
+"""Train a student of the quickstart's model on the samples that a trained teacher judges, and with GRPO alone.
+
+    python examples/distillation/train.py [--seed 0] [--output-dir runs/distillation]
+
+The teacher is the quickstart's model after its GRPO, the student that model before it. Each run of the student has the
+same prompts and the same number of samples. Writes curves.png: held-out accuracy over rollouts.
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import CalledProcessError
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "quickstart"))  # of a script, only its folder is on the path
+sys.path.insert(0, str(ROOT))
+
+from examples.quickstart import demo
+
+ROLLOUTS, EVERY = 20, 4
+FEW = ["--rollout-batch-size", "8", "--global-batch-size", "64"]  # 64 samples and one optimizer step a rollout
+DISTILL = ["--algorithm", "opd"]
+STUDENTS = {
+    "GRPO alone": [],
+    "distillation, per token": DISTILL,
+    "distillation, reverse KL of the vocabulary": [*DISTILL, "--opd-loss", "jsd", "--opd-beta", "1"],
+    "GRPO and distillation": ["--opd-kl-coef", "0.3"],
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/distillation"))
+    parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
+    args = parser.parse_args(argv)
+    folder: Path = args.output_dir
+    demo.clear(folder)
+    try:
+        train_teacher(folder, args.seed)
+        runs = {name: train_student(folder, args.seed, args.rollouts, name) for name in STUDENTS}
+    except CalledProcessError as error:  # the command has printed the error
+        sys.exit(error.returncode)
+    draw(runs, folder / "curves.png")
+
+
+def train_teacher(folder: Path, seed: int) -> None:
+    demo.prepare(folder, seed)
+    for _, recipe, flags in demo.stages(folder, seed):
+        demo.run_command(["--recipe", demo.short(ROOT / "recipes" / recipe), *flags])
+
+
+def train_student(folder: Path, seed: int, rollouts: int, name: str) -> Path:
+    """Train one student and return the folder of its run."""
+    run = folder / name.replace(",", "").replace(" ", "_")
+    flags = ["--hf-checkpoint", str(folder / "sft" / "hf"), "--seed", str(seed), "--rollout-seed", str(seed)]
+    flags += ["--num-rollout", str(rollouts), "--eval-interval", str(EVERY), "--save-interval", "0", "--no-export"]
+    teacher = ["--opd-teacher", str(folder / "grpo" / "hf")] if STUDENTS[name] else []
+    recipe = demo.short(ROOT / "recipes" / "quickstart.yaml")
+    demo.run_command(["--recipe", recipe, *flags, *teacher, *FEW, *STUDENTS[name], "--output-dir", str(run)])
+    return run
+
+
+def draw(runs: dict[str, Path], target: Path) -> None:
+    """Draw and print the held-out accuracy of each run."""
+    from fsdptrain.tools.report.curves import new_figure, save
+    from fsdptrain.tools.report.report import read_series
+
+    figure = new_figure("Held-out accuracy of the student", width=6.4, height=3.6)
+    axes = figure.add_subplot()
+    for name, run in runs.items():
+        steps, values = read_series(run, "eval/heldout/accuracy")
+        axes.plot(steps, values, label=name, marker="o", markersize=3)
+        print(f"{name}: " + " ".join(f"{value:.3f}" for value in values))
+    axes.set_xlabel("rollouts")
+    axes.legend(frameon=False, fontsize=8)
+    print(f"  {save(figure, target)}")
+
+
+if __name__ == "__main__":
+    main()
