@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "quickstart"))  # of a script, only its folder is on the path
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of a script, only its folder is on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 
 from examples.quickstart import demo
+from examples.quickstart.demo import ROOT
 
 ROLLOUTS, EVERY = 20, 4
 FEW = ["--rollout-batch-size", "8", "--global-batch-size", "64"]  # 64 samples and one optimizer step a rollout

@@ -155,8 +155,8 @@ class AlgorithmConfig(Section):
         compares = self.advantage_estimator != "none" and not (own and scale != "group")
         if self.advantage_estimator == "none" and not config.trains_zero_advantage:
             yield (
-                f"--algorithm {self.algorithm} with --advantage-estimator none learns from a teacher alone: name one by "
-                "--opd-teacher (a checkpoint, the URL of a vLLM server, or self), or another estimator"
+                f"--algorithm {self.algorithm} with --advantage-estimator none learns from a teacher alone: name one "
+                "by --opd-teacher (a checkpoint, the URL of a vLLM server, or self), or another estimator"
             )
         if self.n_samples_per_prompt < 2 and compares:
             yield (

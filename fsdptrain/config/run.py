@@ -52,9 +52,25 @@ class RunConfig(Section):
     """Sampling temperature of evaluations."""
     eval_greedy: Annotated[bool, Requires("eval_interval"), IdleWith("eval_size=0")] = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
+    profile_steps: str | None = Field(default=None, pattern=r"^[1-9]\d*(:[1-9]\d*)?$")
+    """Steps to profile, FIRST:LAST, counted from 1, e.g. 3:5. Each rank writes a trace of torch's profiler to
+    output_dir/profile, and on a GPU a memory snapshot. Default: none."""
     verify_weight_sync: Literal["every", "first", "off"] | None = None
     """Check after every weight sync, or the first one, that the engine holds the trainer's weights and computes the
     same logprobs; stop the run if not. Default: every, if the engine supports it."""
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """First and last step of --profile-steps."""
+        first, _, last = (self.profile_steps or "").partition(":")
+        return (int(first), int(last or first)) if first else None
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.profiled is not None and not self.profiled[0] <= self.profiled[1] <= self.num_rollout:
+            yield (
+                f"--profile-steps {self.profile_steps} must be FIRST:LAST within the {self.num_rollout} steps of "
+                "--num-rollout, e.g. 3:5"
+            )
 
 
 class LogConfig(Section):

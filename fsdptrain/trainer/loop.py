@@ -25,6 +25,7 @@ from fsdptrain.trainer.components import Components, build_components, log, loss
 from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
+from fsdptrain.trainer.profiling import StepProfiler
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.run_lock import lock_folder
@@ -95,6 +96,7 @@ class TrainingLoop:
         self._rules = PackingRules.of(config, layout=components.backend.layout_probe.layout, features=features)
         self._logprob_passes = LogprobPasses(config, components.backend, features)
         self._kl = KlControl(config)
+        self._profiler = StepProfiler(config.run.profiled, folder.path)
         self._phases = Phases(
             components.timeline,
             components.waits,
@@ -124,7 +126,8 @@ class TrainingLoop:
             self._evaluate()
         with self._checkpoints:
             while self.step < self._config.run.num_rollout:
-                self._train_on_rollout()
+                with self._profiler(self.step + 1):
+                    self._train_on_rollout()
                 self._require_an_update()
                 self._checkpoints.check()
                 if self._evaluation_is_due:

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from torch.profiler import record_function
+
 from fsdptrain.protocols import OffloadingBackend, RolloutEngine, TrainBackend
+from fsdptrain.trainer.profiling import RANGE
 from fsdptrain.trainer.timeline import Stopwatch, Timeline
 from fsdptrain.trainer.waits import Waits
 
@@ -46,7 +49,7 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         self._place_tensors(name)
         waits = self._waits() if name in _WAITING else nullcontext()
-        with self._watch(name), waits:
+        with self._watch(name), waits, record_function(f"{RANGE}{name}"):
             yield
 
     def _place_tensors(self, name: str) -> None:

@@ -1,5 +1,7 @@
 """`fsdptrain report`: a table and a picture of a run, by the real command line."""
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from tests.e2e.command import TINY_RUN
 
 def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trained = command.run(["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), *TINY_RUN], tmp_path / "1")
+    flags = ["--output-dir", str(run), "--profile-steps", "2"]
+    trained = command.run(["--hf-checkpoint", str(checkpoint), *flags, *TINY_RUN], tmp_path / "1")
     assert trained.code == 0, trained.err
 
     result = command.run(["report", str(run), "--rollouts", "1:2"], tmp_path / "2")
@@ -21,6 +24,13 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
     assert table["reward"][-2:] == [f"{last['reward/mean']:.3f}", "2"]
     assert "accuracy" in table
     assert f"grpo of {checkpoint}" in result.out.replace("\n", "")
+    assert "steps 2 to 2 of rank 0, on the CPU" in result.out
+    phases = {line.split()[1]: float(line.split()[2]) for line in result.out.splitlines() if line.startswith("phase:")}
+    assert {"collect", "train", "sync"} <= set(phases)
+    assert 0 < phases["train"] < last["perf/train_s"] + 0.002  # rounded
+    with gzip.open(run / "profile" / "rank0_step2-2.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"phase: train", "aten::mm"} <= names
     for name in ("curves.png", "timeline.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG")
 

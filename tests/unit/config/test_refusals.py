@@ -57,6 +57,8 @@ CORE_AND_FEATURES = [
         )
         for other in BESIDE_BOTH
     ),
+    ({"profile_steps": "190:201"}, ["--profile-steps 190:201", "200 steps"], {"num_rollout": 201}),
+    ({"profile_steps": "5:3"}, ["--profile-steps 5:3", "FIRST:LAST"], {"profile_steps": "3:5"}),
     ({"algorithm": "opd"}, ["--algorithm opd", "--opd-teacher"], TEACHER),
     ({"advantage_estimator": "none"}, ["--advantage-estimator none", "--opd-teacher"], TEACHER),
     ({"opd_kl_coef": 0.5}, ["--opd-kl-coef", "--opd-teacher"], TEACHER),

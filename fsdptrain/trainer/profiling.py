@@ -1,0 +1,82 @@
+"""--profile-steps: a trace of torch's profiler over some steps of each rank, and a memory snapshot on a GPU."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+log = logging.getLogger(__name__)
+
+FOLDER = "profile"  # in the output directory
+SUMMARY = "summary.json"  # of rank 0
+RANGE = "phase: "  # before the names of phases in the trace
+_LONGEST = 30  # operations in the summary
+_MOST_ALLOCATIONS = 200_000  # events of a memory snapshot
+
+
+class StepProfiler:
+    """`with profiler(step): ...` around each step."""
+
+    def __init__(self, steps: tuple[int, int] | None, run: Path) -> None:
+        """steps: the first and the last; None: none."""
+        self._first, self._last = steps or (0, 0)  # steps count from 1
+        self._folder = run / FOLDER
+        self._profile: profile | None = None
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[None]:
+        """Start before the first step and write after the last one; an error ends the trace unwritten."""
+        if step == self._first:
+            self._start()
+        try:
+            yield
+        except BaseException:
+            self._stop()
+            raise
+        if step == self._last and self._profile is not None:
+            self._write(self._stop())
+
+    def _start(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        self._profile = profile(activities=supported_activities(), record_shapes=True, profile_memory=True)
+        self._profile.start()
+
+    def _stop(self) -> profile | None:
+        found, self._profile = self._profile, None
+        if found is not None:
+            found.stop()
+        return found
+
+    def _write(self, found: profile | None) -> None:
+        assert found is not None
+        name = f"rank{dist.get_rank()}_step{self._first}-{self._last}"
+        found.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}_memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if dist.get_rank() == 0:
+            summary = {"steps": [self._first, self._last], **summarize(found)}
+            (self._folder / SUMMARY).write_text(json.dumps(summary, indent=1))
+            log.info("profile of steps %d to %d: %s", self._first, self._last, self._folder)
+
+
+def summarize(found: profile) -> dict[str, object]:
+    """Return the time of the phases, and of the operations that take longest by themselves. [s]"""
+    averages = found.key_averages()
+    on_device = ProfilerActivity.CUDA in found.activities
+    phases = {e.key: e.cpu_time_total / 1e6 for e in averages if e.key.startswith(RANGE)}
+    clock = "device" if on_device else "cpu"
+    operations = [
+        {"name": e.key, "calls": e.count, "seconds": getattr(e, f"self_{clock}_time_total") / 1e6}
+        for e in averages
+        if not e.key.startswith(RANGE)
+    ]
+    operations.sort(key=lambda row: -row["seconds"])
+    return {"clock": clock, "phases": phases, "operations": operations[:_LONGEST]}
