@@ -40,6 +40,11 @@ class RunConfig(Section):
     """Continue training while a checkpoint is written from a copy of weights and optimizer state in host memory."""
     export: bool = True
     """Export the trained model to output_dir/hf at the end, for from_pretrained."""
+    push_to_hub: Annotated[str | None, Requires("export")] = None
+    """Repository of the Hugging Face Hub, e.g. name/model, that gets the exported model and a model card at the end.
+    Default: none."""
+    hub_private: Annotated[bool, Requires("push_to_hub")] = True
+    """Create the repository of --push-to-hub as a private one, and reject a public one."""
     eval_interval: Annotated[int, IdleWith("eval_size=0")] = Field(default=20, ge=0)
     """Rollouts between evaluations; also runs before the first and after the last rollout. 0: never."""
     n_samples_per_eval_prompt: Annotated[int, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(

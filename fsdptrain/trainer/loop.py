@@ -68,6 +68,10 @@ class Trainer:
             platform.set_deterministic(self.config.model.deterministic_mode)
             with lock_folder(self.config):
                 folder = open_folder(self.config)
+                if self.config.run.push_to_hub is not None:
+                    from fsdptrain.trainer.hub import open_repository
+
+                    open_repository(self.config)
                 with build_components(self.config, folder, reward=self._reward, dataset=self._dataset) as components:
                     return TrainingLoop(folder, components).run()
 
@@ -138,6 +142,10 @@ class TrainingLoop:
             if self._config.run.export:
                 with self._phases("save"):
                     self._backend.export(self._folder.path / EXPORT)
+            if self._config.run.push_to_hub is not None:
+                from fsdptrain.trainer.hub import push
+
+                push(self._config, self._folder.path)
         self._report.log_timeline(self.step)
         return self._report.last
 
