@@ -53,6 +53,12 @@ def _shares_prefixes(config: Config) -> bool:
     return not config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
 
 
+def _is_invariant(config: Config) -> bool:
+    from fsdptrain import platform  # imports torch
+
+    return config.model.deterministic_mode and not platform.has_accelerator()
+
+
 def _may_fuse_logprobs(config: Config) -> bool:
     from fsdptrain import platform  # imports torch
 
@@ -73,6 +79,7 @@ SECTIONS: tuple[type[Section], ...] = (
     DistillationConfig,
 )
 FEATURES = (
+    Entry("batch_invariant:BatchInvariantFeature", _is_invariant),
     Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
     Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),
     Entry("liger:LigerFeature", lambda config: config.section(LigerConfig).liger),

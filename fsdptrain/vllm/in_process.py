@@ -35,6 +35,7 @@ from fsdptrain.vllm.options import (
     derived_options,
     engine_options,
     memory_utilization,
+    request_batch_invariance,
     require_free,
     routes_of,
     sampling_options,
@@ -280,6 +281,7 @@ def _key(prompt: Prompt) -> tuple[str, tuple[int, ...], int | None]:
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:
     """Raises ConfigError for --rollout-engine-args that vLLM does not have or that fsdptrain must set."""
     args, on_gpu = config.section(VllmConfig).engine_args, device.type == "cuda"
+    request_batch_invariance(config, on_gpu=on_gpu)
     options = engine_options(config, on_gpu=on_gpu)
     options |= {"seed": config.rollout.seed, "enforce_eager": not on_gpu, "enable_sleep_mode": on_gpu}
     if on_gpu:

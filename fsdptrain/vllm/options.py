@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ _HOPPER = (9, 0)
 _DRAFTS = ("ngram", "suffix")  # methods of speculative decoding without weights
 # No telemetry; threads sleep while they wait: spinning ones made generation on shared cores 7 to 9 times slower.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def request_batch_invariance(config: Config, *, on_gpu: bool) -> None:
+    """With --deterministic-mode on a GPU, let vLLM use its batch-invariant kernels. Call it before importing vLLM."""
+    if config.model.deterministic_mode and on_gpu:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # servers inherit it
 
 
 def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:

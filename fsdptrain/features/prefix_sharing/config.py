@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _NOT_EXACT = IdleWith(
     "algorithm=sft", "router_replay", "image_key", "tensor_parallel_size>1", "expert_parallel_size>1",
     "context_parallel_size>1", "layout=padded", "attn_implementation=flash_attention_2|flash_attention_3",
+    "deterministic_mode",
 )  # fmt: skip
 
 

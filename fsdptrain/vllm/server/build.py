@@ -18,7 +18,7 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
-from fsdptrain.vllm.options import derived_options, engine_options, require_free
+from fsdptrain.vllm.options import derived_options, engine_options, request_batch_invariance, require_free
 from fsdptrain.vllm.server.checks import is_local, require_private
 from fsdptrain.vllm.server.client import VLLMClient, host_of
 from fsdptrain.vllm.server.engine import VLLMServerEngine
@@ -90,6 +90,7 @@ def _open_servers(
 
 
 def _processes(config: Config, checkpoint: Path, weights: Path, key: str, device: torch.device) -> list[Server]:
+    request_batch_invariance(config, on_gpu=device.type == "cuda")
     folder = Path(config.run.output_dir) / "servers"
     folder.mkdir(parents=True, exist_ok=True)
     python, count = config.section(VllmConfig).server_python or sys.executable, config.section(VllmConfig).num_servers
