@@ -16,6 +16,12 @@ LOGGER_NAMES = ("console", "wandb", "trackio")
 _RESTARTS = "a restart resumes from a checkpoint, set --save-interval and --keep-last above 0"
 
 
+def profiled(steps: str | None) -> tuple[int, int]:
+    """Return the first and the last step of --profile-steps, counted from 1; (0, 0) if it is not given."""
+    first, _, last = (steps or "0").partition(":")
+    return int(first), int(last or first)
+
+
 class RunConfig(Section):
     """Run length, evaluation and checkpoints."""
 
@@ -64,14 +70,9 @@ class RunConfig(Section):
     """Check after every weight sync, or the first one, that the engine holds the trainer's weights and computes the
     same logprobs; stop the run if not. Default: every, if the engine supports it."""
 
-    @property
-    def profiled(self) -> tuple[int, int] | None:
-        """First and last step of --profile-steps."""
-        first, _, last = (self.profile_steps or "").partition(":")
-        return (int(first), int(last or first)) if first else None
-
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if self.profiled is not None and not self.profiled[0] <= self.profiled[1] <= self.num_rollout:
+        first, last = profiled(self.profile_steps)
+        if not first <= last <= self.num_rollout:
             yield (
                 f"--profile-steps {self.profile_steps} must be FIRST:LAST within the {self.num_rollout} steps of "
                 "--num-rollout, e.g. 3:5"

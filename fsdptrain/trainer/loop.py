@@ -13,6 +13,7 @@ from fsdptrain import platform
 from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
 from fsdptrain.config import Config, DataConfig, check_own_launch, check_processes
 from fsdptrain.config.grid import across_nodes
+from fsdptrain.config.run import profiled
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, NumericsError, RolloutError
@@ -100,7 +101,7 @@ class TrainingLoop:
         self._rules = PackingRules.of(config, layout=components.backend.layout_probe.layout, features=features)
         self._logprob_passes = LogprobPasses(config, components.backend, features)
         self._kl = KlControl(config)
-        self._profiler = StepProfiler(config.run.profiled, folder.path)
+        self._profiler = StepProfiler(profiled(config.run.profile_steps), folder.path)
         self._phases = Phases(
             components.timeline,
             components.waits,

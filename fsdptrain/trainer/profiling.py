@@ -22,9 +22,9 @@ _MOST_ALLOCATIONS = 200_000  # events of a memory snapshot
 class StepProfiler:
     """`with profiler(step): ...` around each step."""
 
-    def __init__(self, steps: tuple[int, int] | None, run: Path) -> None:
-        """steps: the first and the last; None: none."""
-        self._first, self._last = steps or (0, 0)  # steps count from 1
+    def __init__(self, steps: tuple[int, int], run: Path) -> None:
+        """steps: the first and the last, counted from 1; (0, 0): none."""
+        self._first, self._last = steps
         self._folder = run / FOLDER
         self._profile: profile | None = None
 

@@ -3,10 +3,11 @@
 from functools import cache
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from fsdptrain.config import Config
 from fsdptrain.features.distillation.config import CHUNK
+from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.structure import count_parameters, lm_head
 
@@ -29,6 +30,6 @@ def _sizes(teacher: str, trust_remote_code: bool) -> tuple[int, int, int]:
     """Return the parameters of all and of the head, and the size of the vocabulary."""
     config = AutoConfig.from_pretrained(resolve_config(teacher), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = model_from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     head = sum(p.numel() for p in lm_head(model).parameters())
     return count_parameters(model).total, head, model.config.get_text_config().vocab_size
