@@ -15,6 +15,7 @@ _SHOWN = {  # label -> metric; `*` matches the first evaluation set
     "reward": "reward/mean",
     "acc": "eval/*/accuracy",
     "loss": "loss/total",
+    "teacher kl": "distill/reverse_kl",
     "len": "completion/length_mean",
     "grad": "optim/grad_norm",
     "tok/s": "perf/tokens_per_s",
