@@ -1,6 +1,6 @@
 """The memory of one rank, from parameter counts. A run checks it before loading, and `fsdptrain plan` adds activations.
 
-Included before loading: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), frozen
+Included before loading: float32 master weights and gradients of one shard (4 bytes each), the optimizer's state, frozen
 weights in the compute dtype, the layers that are gathered at one time, the reference's shard, the copy of the embedded
 engine, and a margin. Not included: activations, the KV cache, and the page cache, which the system frees on demand.
 """
@@ -76,11 +76,27 @@ def compute_bytes(config: Config) -> int:
 def shard_state(config: Config, shard: Shard) -> tuple[Parts, Parts]:
     """Return the state of a shard on the device and on the host."""
     trained, frozen = MASTER_BYTES * shard.trained, _stored_bytes(config, shard) * shard.frozen
-    state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
-    moved = {"Adam's moments"} if config.optim.offload_optimizer else set()
+    state = {"weights": trained + frozen, "optimizer state": optimizer_bytes(config, shard), "gradients": trained}
+    moved = {"optimizer state"} if config.optim.offload_optimizer else set()
     moved = set(state) if config.fsdp.cpu_offload else moved
     on_device = {name: size for name, size in state.items() if name not in moved}
     return on_device, {name: size for name, size in state.items() if name in moved}
+
+
+def optimizer_bytes(config: Config, shard: Shard) -> int:
+    """Return the bytes of the optimizer's state of a shard.
+
+    All weights in layers count as matrices; norms and biases are few. Unknown optimizers count like AdamW.
+    """
+    adapter, momentum = bool(shard.counts.adapter), config.optim.sgd_momentum > 0
+    outside = 0 if adapter else min(shard.trained, math.ceil(shard.counts.outside_layers / shard.num_shards))
+    of_8_bits = 2 * MASTER_BYTES if adapter else 2 * (1 + MASTER_BYTES / 256)  # many rows of adapters are too short
+    of_matrices, of_others = {
+        "muon": (MASTER_BYTES, 2 * MASTER_BYTES),
+        "adamw8bit": (of_8_bits, of_8_bits),
+        "sgd": (MASTER_BYTES * momentum,) * 2,
+    }.get(config.optim.optimizer, (2 * MASTER_BYTES,) * 2)
+    return math.ceil(of_matrices * (shard.trained - outside) + of_others * outside)
 
 
 def generation_need(config: Config, shard: Shard, cache: Parts) -> Parts:
@@ -123,7 +139,7 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
     if config.run.async_save:
         weights = trained if counts.adapter else trained + frozen  # only the adapter is written
         copies = 1 + (config.stores_reference and config.ref.update_interval is not None)  # a moving reference too
-        host["the checkpoint in writing"] = ranks * (copies * weights + 2 * trained)
+        host["the checkpoint in writing"] = ranks * (copies * weights + optimizer_bytes(config, shard))
     if config.model.load_strategy == "rank0":
         host["rank 0's whole copy"] = MASTER_BYTES * counts.total
     if supply.has_accelerator:

@@ -36,7 +36,7 @@ class Sharding:
     reshard_after_forward: bool
     prefetch: bool
     cpu_offload: bool
-    state: Mapping[str, int]  # bytes of this rank's shards of weights, gradients and Adam's moments, on the device
+    state: Mapping[str, int]  # bytes of this rank's shards of weights, gradients and optimizer state, on the device
 
 
 def training_peak(trace: Trace, sharding: Sharding) -> MemoryPeak:

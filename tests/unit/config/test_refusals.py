@@ -81,6 +81,23 @@ CORE_AND_FEATURES = [
         ({**SELECTIVE, key: True}, [all_keys()[key].flag, "-kind full"], {"gradient_checkpointing_kind": "full"})
         for key in ("offload_activations", "compile")
     ),
+    ({"optimizer": "adam"}, ["--optimizer", "'adamw'"], {"optimizer": "adamw"}),
+    ({"sgd_momentum": 0.9}, ["--sgd-momentum", "--optimizer sgd"], {"optimizer": "sgd"}),
+    *(
+        ({key: value}, [all_keys()[key].flag, "--optimizer muon"], {"optimizer": "muon"})
+        for key, value in [("muon_lr", 1e-4), ("muon_momentum", 0.9), ("muon_adjust_lr", "original")]
+    ),
+    ({"optimizer": "muon", "muon_lr": 1e-4, "lr": 0.0}, ["--muon-lr", "--lr"], {"lr": 1e-5}),
+    *(
+        ({"optimizer": "sgd", key: 0.5}, [all_keys()[key].flag, "--optimizer sgd"], {"optimizer": "adamw"})
+        for key in ("adam_beta1", "adam_beta2", "adam_eps")
+    ),
+    ({"optimizer": "muon", "offload_optimizer": True}, ["--offload-optimizer", "--optimizer muon"],
+     {"optimizer": "adamw"}),
+    ({"optimizer": "muon", **TENSOR}, ["--optimizer muon", "--tensor-parallel-size"], {"optimizer": "adamw"}),
+    ({"optimizer": "adamw8bit", "fsdp_cpu_offload": True}, ["--optimizer adamw8bit", "--fsdp-cpu-offload"],
+     {"fsdp_cpu_offload": False}),
+    ({"optimizer": "muon", "backend": "megatron"}, ["--optimizer muon", "--backend megatron"], {"backend": "fsdp"}),
     ({"offload_optimizer_step": "device"}, ["--offload-optimizer-step", "without --offload-optimizer"],
      {"offload_optimizer": True}),
     ({"offload_optimizer": True, "fsdp_cpu_offload": True}, ["--offload-optimizer", "with --fsdp-cpu-offload"],

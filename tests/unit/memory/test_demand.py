@@ -41,17 +41,21 @@ def need(shard: Shard = OF_8, supply: MemorySupply = GPU, **options: Any) -> Mem
 GATHERED = 2 * (2 * 100_000_000 + 400_000_000)
 ON_DEVICE = {
     "weights": SHARD,
-    "Adam's moments": 2 * SHARD,
+    "optimizer state": 2 * SHARD,
     "gradients": SHARD,
     "gathered layers": GATHERED,
     "gradients of one layer": (2 + 4) * 400_000_000,
 }
-ALL_SHARDS = {"weights": 8 * SHARD, "Adam's moments": 16 * SHARD, "gradients": 8 * SHARD}
+ALL_SHARDS = {"weights": 8 * SHARD, "optimizer state": 16 * SHARD, "gradients": 8 * SHARD}
 WRITING = "the checkpoint in writing"
 PARTS: list[tuple[dict[str, Any], dict[str, int | None], dict[str, int]]] = [  # options; changes of device; host
     ({}, {}, {}),
     ({"fsdp_cpu_offload": True}, dict.fromkeys(ALL_SHARDS), ALL_SHARDS),
-    ({"offload_optimizer": True}, {"Adam's moments": None}, {"Adam's moments": 16 * SHARD}),
+    ({"offload_optimizer": True}, {"optimizer state": None}, {"optimizer state": 16 * SHARD}),
+    ({"optimizer": "muon"}, {"optimizer state": SHARD + 4 * 50_000_000}, {}),
+    ({"optimizer": "adamw8bit"}, {"optimizer state": 500_000_000 * (256 + 4) // 128}, {}),
+    ({"optimizer": "sgd"}, {"optimizer state": 0}, {}),
+    ({"optimizer": "sgd", "sgd_momentum": 0.9}, {"optimizer state": SHARD}, {}),
     (
         {"algorithm": "grpo"},
         {
@@ -96,7 +100,7 @@ def test_only_an_adapter_has_moments_and_frozen_weights_have_the_compute_dtype()
     own = 4 * ADAPTER // 8
     assert found.device_parts == {
         "weights": own + SHARD // 2,
-        "Adam's moments": 2 * own,
+        "optimizer state": 2 * own,
         "gradients": own,
         "gathered layers": 2 * (2 * 101_000_000 + 400_000_000),
         "gradients of one layer": (2 + 4) * 1_000_000,
