@@ -1,6 +1,7 @@
 """The tables of sections and of features. A feature's modules but `config` are imported only if it is enabled.
 
-The order of features is that of the hooks: kernels replace the passes over logits, adapters wrap stock modules, other
+The order of features is that of the hooks: kernels replace the passes over logits, weights are
+quantized, adapters wrap stock modules, other
 kernels replace modules, ranks split the wrapped modules, then layers are compiled and recomputed, their routers wrapped
 and their activations offloaded.
 """
@@ -21,6 +22,7 @@ from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
 from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
+from fsdptrain.features.quantized_base.config import QuantizedBaseConfig
 from fsdptrain.features.vision.config import VisionConfig
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def _may_fuse_logprobs(config: Config) -> bool:
 
 SECTIONS: tuple[type[Section], ...] = (
     LoraConfig,
+    QuantizedBaseConfig,
     VisionConfig,
     RouterConfig,
     ModelParallelConfig,
@@ -72,6 +75,7 @@ SECTIONS: tuple[type[Section], ...] = (
 )
 FEATURES = (
     Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
+    Entry("quantized_base:QuantizedBaseFeature", lambda config: config.section(QuantizedBaseConfig).enabled),
     Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),
     Entry("liger:LigerFeature", lambda config: config.section(LigerConfig).liger),
     Entry("context_parallel:ContextParallelFeature", lambda config: config.section(ContextParallelConfig).enabled),

@@ -75,7 +75,7 @@ def compute_bytes(config: Config) -> int:
 
 def shard_state(config: Config, shard: Shard) -> tuple[Parts, Parts]:
     """Return the state of a shard on the device and on the host."""
-    trained, frozen = MASTER_BYTES * shard.trained, _stored_bytes(config, shard) * shard.frozen
+    trained, frozen = MASTER_BYTES * shard.trained, _frozen_bytes(config, shard)
     state = {"weights": trained + frozen, "optimizer state": optimizer_bytes(config, shard), "gradients": trained}
     moved = {"optimizer state"} if config.optim.offload_optimizer else set()
     moved = set(state) if config.fsdp.cpu_offload else moved
@@ -129,7 +129,7 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
         away = sum(size for name, size in on_device.items() if name != "gradients")
         host["the trainer, while the engine generates"] = ranks * away
     stored = _stored_bytes(config, shard)
-    trained, frozen = MASTER_BYTES * shard.trained, stored * shard.frozen
+    trained, frozen = MASTER_BYTES * shard.trained, _frozen_bytes(config, shard)
     if config.stores_reference:
         width = 2 if config.ref.dtype == "bfloat16" else MASTER_BYTES
         elements = shard.frozen + (0 if counts.adapter else shard.trained)  # the reference has no adapter
@@ -174,9 +174,24 @@ def _training_memory(config: Config, shard: Shard) -> Parts:
     counts, itemsize = shard.gathered, compute_bytes(config)
     resharded = config.fsdp.reshard_after_forward
     layers = GATHERED_LAYERS * counts.largest_layer if resharded else counts.total - counts.outside_layers
-    gathered = itemsize * (layers + counts.outside_layers)
+    gathered = (config.frozen_weight_bytes or itemsize) * layers + itemsize * counts.outside_layers
     reduction = (itemsize + MASTER_BYTES) * counts.reduced_at_once
-    return {"gathered layers": gathered, "gradients of one layer": reduction}
+    parts = {"gathered layers": math.ceil(gathered), "gradients of one layer": reduction}
+    return parts | dequantized(config, counts.largest_layer)
+
+
+def dequantized(config: Config, largest_layer: int) -> Parts:
+    """Return the memory of one dequantized weight, at most a layer. Empty if weights are not quantized."""
+    return {} if config.frozen_weight_bytes is None else {"a dequantized weight": compute_bytes(config) * largest_layer}
+
+
+def _frozen_bytes(config: Config, shard: Shard) -> int:
+    """Return the bytes of the frozen weights of a shard. In layers they may be quantized."""
+    stored, quantized = _stored_bytes(config, shard), config.frozen_weight_bytes
+    outside = min(shard.frozen, math.ceil(shard.counts.outside_layers / shard.num_shards))
+    if quantized is None:
+        return stored * shard.frozen
+    return math.ceil(quantized * (shard.frozen - outside) + stored * outside)
 
 
 def _stored_bytes(config: Config, shard: Shard) -> int:

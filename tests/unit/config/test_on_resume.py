@@ -17,7 +17,8 @@ overlong_buffer length_penalty mask_truncated dynamic_sampling dynamic_sampling_
 curriculum_floor curriculum_decay optimizer sgd_momentum
 rollout_max_prompt_len rollout_max_response_len rollout_temperature rollout_top_p
 rollout_top_k rollout_min_p rollout_shuffle rollout_seed ref_load ref_update_interval seed lora_rank lora_alpha
-lora_dropout lora_targets image_key train_vision router_aux_loss_coef router_bias_update_rate router_replay
+lora_dropout lora_targets load_in_4bit load_in_8bit image_key train_vision
+router_aux_loss_coef router_bias_update_rate router_replay
 megatron_spec
 """
 

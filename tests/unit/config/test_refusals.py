@@ -110,6 +110,21 @@ CORE_AND_FEATURES = [
             ("lora_export", "merged"),
         ]
     ),
+    *(
+        ({key: True}, [all_keys()[key].flag, "--lora-rank"], {"lora_rank": 8})
+        for key in ("load_in_4bit", "load_in_8bit")
+    ),
+    *(
+        ({"lora_rank": 8, "load_in_4bit": True, key: value}, ["--load-in-4bit", all_keys()[key].flag], {key: default})
+        for key, value, default in [
+            ("load_in_8bit", True, False),
+            ("compile", True, False),
+            ("liger", True, False),
+            ("fsdp_cpu_offload", True, False),
+        ]
+    ),
+    ({"lora_rank": 8, "load_in_4bit": True, "lora_sync": "adapter", "rollout_engine": "vllm"},
+     ["--load-in-4bit", "--lora-sync"], {"lora_sync": "merged"}),
     ({"lora_rank": 8, "lora_dropout": 0.1}, ["--lora-dropout", "reinforcement", "--algorithm sft"], SFT),
     ({"lora_rank": 8, "lora_targets": ["q_proj", "q_proj"]}, ["--lora-targets", "twice"], {"lora_targets": "q_proj"}),
     ({"rollout_max_response_len": 8192}, ["--rollout-max-response-len 8192", "--max-tokens-per-gpu 8192"],

@@ -110,6 +110,14 @@ def test_only_an_adapter_has_moments_and_frozen_weights_have_the_compute_dtype()
     assert "4.04 B parameters (40.00 M of them trained) over 8 shards" in need_line(found, ADAPTED, GPU)
 
 
+def test_quantized_weights_are_those_in_the_layers() -> None:
+    found = need(ADAPTED, **SFT, lora_rank=8, load_in_4bit=True).device_parts
+    inside, outside = COUNTS.total - 400_000_000, 400_000_000
+    assert found["weights"] == 4 * ADAPTER // 8 + 0.5625 * inside // 8 + 2 * outside // 8
+    assert found["gathered layers"] == 0.5625 * 2 * 101_000_000 + 2 * 400_000_000
+    assert found["a dequantized weight"] == 2 * 101_000_000
+
+
 def test_a_few_frozen_weights_of_a_stock_model_are_not_the_base_of_an_adapter():
     """Biases of routers, in some families: the engine and the reference still hold the whole model."""
     partly = need(Shard.of(replace(COUNTS, frozen=8), 8), algorithm="grpo", kl_loss_coef=0.1)
