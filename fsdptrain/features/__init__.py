@@ -16,6 +16,7 @@ from fsdptrain.config import Config, Section
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
+from fsdptrain.features.fp8.config import Fp8Config
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.lora.config import LoraConfig
@@ -72,6 +73,7 @@ SECTIONS: tuple[type[Section], ...] = (
     CompileConfig,
     FusedLogprobsConfig,
     LigerConfig,
+    Fp8Config,
 )
 FEATURES = (
     Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
@@ -91,4 +93,5 @@ FEATURES = (
     ),
     Entry("vision:VisionFeature", lambda config: config.section(VisionConfig).enabled),
     Entry("prefix_sharing:PrefixSharingFeature", _shares_prefixes),
+    Entry("fp8:Fp8Feature", lambda config: config.section(Fp8Config).trains),  # after the probes of the others
 )

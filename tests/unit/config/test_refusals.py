@@ -110,6 +110,29 @@ CORE_AND_FEATURES = [
             ("lora_export", "merged"),
         ]
     ),
+    ({"fp8_recipe": "tensorwise"}, ["--fp8-recipe", "without --fp8"], {"fp8": ["training"]}),
+    ({"fp8_skip": ["down_proj"]}, ["--fp8-skip", "without --fp8"], {"fp8": ["training"]}),
+    ({"fp8": ["training", "training"]}, ["--fp8 training training", "twice"], {"fp8": ["training"]}),
+    *(
+        ({"fp8": ["training"], **other}, ["--fp8 training", all_keys()[next(iter(other))].flag], {"fp8": []})
+        for other in ({"lora_rank": 8}, {"liger": True}, {"fp16": True, "bf16": False}, TENSOR, EXPERT)
+    ),
+    ({"fp8": ["rollout"]}, ["--fp8 rollout", "--rollout-engine vllm"], {"rollout_engine": "vllm"}),
+    (
+        {"fp8": ["rollout"], "fp8_recipe": "tensorwise", "rollout_engine": "vllm"},
+        ["--fp8-recipe", "without --fp8 training"],
+        {"fp8": ["training", "rollout"]},
+    ),
+    (
+        {"fp8": ["rollout"], "rollout_engine": "vllm", "rollout_engine_args": {"quantization": "fp8"}},
+        ["--fp8 rollout", "--rollout-engine-args quantization"],
+        {"fp8": []},
+    ),
+    (
+        {"fp8": ["rollout"], "rollout_engine": "vllm-server", "rollout_urls": ["http://127.0.0.1:1"]},
+        ["--fp8 rollout", "--quantization fp8"],
+        {"fp8": []},
+    ),
     *(
         ({key: True}, [all_keys()[key].flag, "--lora-rank"], {"lora_rank": 8})
         for key in ("load_in_4bit", "load_in_8bit")
