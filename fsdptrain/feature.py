@@ -228,7 +228,10 @@ class Feature:
     # Weights
 
     def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The float32 weight to export under the stock name `name`, sharded as `tensor`, in place of it."""
+        """The float32 weight to export under the stock name `name`, sharded as `tensor`, in place of it.
+
+        tensor: the parameter, or what the feature before has returned.
+        """
         del name, tensor
         return None
 
@@ -385,7 +388,11 @@ class Features:
         return self._update("after_step", updated=updated)
 
     def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        return self._first("full_precision_weight", name, tensor)
+        found: Tensor | None = None
+        for member in self.members:  # an adapter is merged into the weight that another feature has dequantized
+            changed = member.full_precision_weight(name, tensor if found is None else found)
+            found = found if changed is None else changed
+        return found
 
     def changes_weight(self, name: str) -> bool:
         return any(self._each("changes_weight", name))

@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 GROUP = "fsdptrain.overrides"
 OVERRIDABLE = (
-    "fsdptrain.fsdp.optimizer.has_fused_adamw",
+    "fsdptrain.fsdp.optimizers.has_fused_adamw",
     "fsdptrain.model.attention.attention.segment_attention",
     "fsdptrain.model.attention.attention.varlen_attention",
     "fsdptrain.model.logprobs.chunked_logprobs",

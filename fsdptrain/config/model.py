@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from fsdptrain.config.presets import is_own
 from fsdptrain.config.rules import (
     FSDP_ONLY,
     NEEDS_KL,
     NEUTRAL,
+    REFUSED,
     RL_ONLY,
     RUNS_CODE,
     TUNING,
@@ -19,6 +21,7 @@ from fsdptrain.config.rules import (
     Requires,
 )
 from fsdptrain.config.section import Section
+from fsdptrain.registry import suggest
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -106,14 +109,20 @@ class FsdpConfig(Section):
     """Gather the next layer's parameters while the current layer computes."""
 
 
+OPTIMIZERS = ["adamw", "muon", "adamw8bit", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
+_OF_MUON = Requires("optimizer=muon")
+_NO_SGD = IdleWith("optimizer=sgd")
+
+
 class OptimConfig(Section):
     """Optimizer and learning rate schedule."""
 
     NAME = "optim"
     ON_RESUME = TUNING
 
-    optimizer: Literal["adam"] = "adam"
-    """AdamW."""
+    optimizer: Annotated[str, FSDP_ONLY, REFUSED] = "adamw"
+    """adamw, muon, adamw8bit, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
+    See docs/optimizers.md."""
     lr: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
     lr_warmup_init: Annotated[float, Requires("lr_warmup_iters", "lr_warmup_fraction")] = Field(default=0.0, ge=0.0)
@@ -136,12 +145,21 @@ class OptimConfig(Section):
     """WSD: shape of the final decay."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay."""
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    adam_beta1: Annotated[float, _NO_SGD] = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of the first moment."""
-    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    adam_beta2: Annotated[float, _NO_SGD] = Field(default=0.95, ge=0.0, lt=1.0)
     """Decay of the second moment."""
-    adam_eps: float = Field(default=1e-8, gt=0.0)
+    adam_eps: Annotated[float, _NO_SGD] = Field(default=1e-8, gt=0.0)
     """Term added to the root of the second moment."""
+    sgd_momentum: Annotated[float, Requires("optimizer=sgd"), FSDP_ONLY, REFUSED] = Field(default=0.0, ge=0.0, lt=1.0)
+    """Momentum of --optimizer sgd. 0: no state."""
+    muon_lr: Annotated[float | None, _OF_MUON, Requires("lr"), FSDP_ONLY] = Field(default=None, gt=0.0)
+    """Peak learning rate of the matrices with --optimizer muon, with the schedule of --lr. Default: --lr."""
+    muon_momentum: Annotated[float, _OF_MUON, FSDP_ONLY] = Field(default=0.95, ge=0.0, lt=1.0)
+    """Momentum of --optimizer muon (Nesterov)."""
+    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _OF_MUON, FSDP_ONLY] = "match_rms_adamw"
+    """Scale of the updates of a matrix. `match_rms_adamw`: 0.2 sqrt(max(out, in)), the size of AdamW's updates, so that
+    its learning rates fit. `original`: sqrt(max(1, out / in))."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
@@ -154,6 +172,24 @@ class OptimConfig(Section):
     """Stop after this many optimizer steps were skipped because of non-finite gradients."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
+        if not is_own(self.optimizer) and self.optimizer not in OPTIMIZERS:
+            takes = f"it takes {', '.join(OPTIMIZERS)} or package.module:function"
+            yield f"--optimizer does not know {self.optimizer!r}{suggest(self.optimizer, OPTIMIZERS)} ({takes})"
+        if self.offload_optimizer and self.optimizer != "adamw":
+            yield (
+                f"--offload-optimizer does not work with --optimizer {self.optimizer}, only with adamw: leave one of "
+                "them out"
+            )
+        if self.optimizer == "muon" and config.ranks_along("tensor") > 1:
+            yield (
+                "--optimizer muon does not work with --tensor-parallel-size, which divides its matrices once more: "
+                "leave one of them out"
+            )
+        if self.optimizer == "adamw8bit" and config.fsdp.cpu_offload:
+            yield (
+                "--optimizer adamw8bit does not work with --fsdp-cpu-offload, where its state would be on the host: "
+                "leave one of them out"
+            )
         if self.min_lr > self.lr:
             yield f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}: it is where the decay ends, lower it"
         if self.lr_warmup_init > self.lr:

@@ -220,6 +220,11 @@ class Config(BaseModel):
             return f"--loss {self.algorithm.loss}"
         return next(filter(None, (section.trains_zero_advantage for section in self.sections)), "")
 
+    @property
+    def frozen_weight_bytes(self) -> float | None:
+        """Bytes per frozen weight in the layers, if they are not stored in the compute dtype."""
+        return next(filter(None, (section.frozen_weight_bytes for section in self.sections)), None)
+
     # Derived values
 
     @property

@@ -86,6 +86,11 @@ class Section(BaseModel):
         del config
         return {}, {}
 
+    @property
+    def frozen_weight_bytes(self) -> float | None:
+        """Bytes per frozen weight in the layers, if it is not stored in the compute dtype."""
+        return None
+
     def problems(self, config: "Config") -> Iterator[Problem]:
         """Yield one line for each invalid combination that rules of fields cannot state."""
         del config

@@ -1,6 +1,7 @@
 """The tables of sections and of features. A feature's modules but `config` are imported only if it is enabled.
 
-The order of features is that of the hooks: kernels replace the passes over logits, adapters wrap stock modules, other
+The order of features is that of the hooks: kernels replace the passes over logits, weights are
+quantized, adapters wrap stock modules, other
 kernels replace modules, ranks split the wrapped modules, then layers are compiled and recomputed, their routers wrapped
 and their activations offloaded.
 """
@@ -16,12 +17,14 @@ from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.distillation.config import DistillationConfig
+from fsdptrain.features.fp8.config import Fp8Config
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
 from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
+from fsdptrain.features.quantized_base.config import QuantizedBaseConfig
 from fsdptrain.features.vision.config import VisionConfig
 
 if TYPE_CHECKING:
@@ -67,6 +70,7 @@ def _may_fuse_logprobs(config: Config) -> bool:
 
 SECTIONS: tuple[type[Section], ...] = (
     LoraConfig,
+    QuantizedBaseConfig,
     VisionConfig,
     RouterConfig,
     ModelParallelConfig,
@@ -77,10 +81,12 @@ SECTIONS: tuple[type[Section], ...] = (
     FusedLogprobsConfig,
     LigerConfig,
     DistillationConfig,
+    Fp8Config,
 )
 FEATURES = (
     Entry("batch_invariant:BatchInvariantFeature", _is_invariant),
     Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
+    Entry("quantized_base:QuantizedBaseFeature", lambda config: config.section(QuantizedBaseConfig).enabled),
     Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),
     Entry("liger:LigerFeature", lambda config: config.section(LigerConfig).liger),
     Entry("context_parallel:ContextParallelFeature", lambda config: config.section(ContextParallelConfig).enabled),
@@ -97,4 +103,5 @@ FEATURES = (
     Entry("vision:VisionFeature", lambda config: config.section(VisionConfig).enabled),
     Entry("prefix_sharing:PrefixSharingFeature", _shares_prefixes),
     Entry("distillation:DistillationFeature", lambda config: config.section(DistillationConfig).enabled),
+    Entry("fp8:Fp8Feature", lambda config: config.section(Fp8Config).trains),  # after the probes of the others
 )

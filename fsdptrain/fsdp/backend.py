@@ -15,12 +15,15 @@ from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Features, load_features
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.checkpoint_folder import PendingWrite
 from fsdptrain.fsdp.mesh import build_meshes
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.optimizers import find_optimizer
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.loading.files import stored_dtype
@@ -76,6 +79,8 @@ class FSDPBackend:
         self._stash: HostStash | None = None  # parameters moved by `offload`
         self._optimizer_stash: HostStash | None = None
         self._staging = _build_staging(config)
+        with raise_on_all_ranks(ConfigError, "--optimizer"):
+            build = find_optimizer(config.optim)
         self.features = load_features(config, self.checkpoint_path) if features is None else features
         bank = self._load_bank()  # before the policy: only one model is on the device at a time
         self._model = load_model(
@@ -84,7 +89,8 @@ class FSDPBackend:
         self._reference = self._choose_bank(bank)
         self._reference_moved = False  # whether `update_reference` was called
         self.layout_probe = self._verify_model()
-        self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
+        fp16 = config.model.fp16
+        self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=fp16, build=build)
         waits = config.fsdp.cpu_offload and platform.has_accelerator()
         self._collects_gradients = waits and self._has_room_for_gradients()
 

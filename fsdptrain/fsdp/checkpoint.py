@@ -80,6 +80,7 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, 
     state: dict[str, Any] = {}
     with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be read"):
         state = read_state(directory, _identity(model, adapter))
+    optimizer.create_state(state["optimizer"])
     _read_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
     with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be read"):
         optimizer.load_state_dict(state["optimizer"])

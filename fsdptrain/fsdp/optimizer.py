@@ -1,8 +1,7 @@
-"""AdamW over sharded parameters: learning-rate schedules, gradient clipping, skipped steps, fp16 loss scaling."""
+"""Optimizer steps over sharded parameters: learning rates, gradient clipping, skipped steps, fp16 loss scaling."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
-from fsdptrain.errors import NumericsError
+from fsdptrain.errors import ConfigError, NumericsError
+from fsdptrain.fsdp.optimizers import Build, find_optimizer, parameter_groups
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.structure import reshard
-from fsdptrain.overrides import overridable
 from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 Schedule = Callable[[int], float]
 
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_scale; that of MPS ignores it
 
 # Fraction of (lr - min_lr) left when a fraction `x` in [0, 1] of the decay is done.
@@ -80,11 +78,11 @@ def _decay(config: OptimConfig, *, decay_steps: int, warmup_steps: int) -> Sched
 
 
 class Optimizer:
-    """AdamW with a learning-rate schedule, a loss scale and counters of skipped steps.
+    """An optimizer of `optimizers.py` with a learning-rate schedule, a loss scale and counters of skipped steps.
 
     A step is `zero_grad`, backward passes of `scale(loss)`, `clip`, and then `step` if the norm is finite on every
-    rank, else `skip`. Vectors (norms, biases) have no weight decay. A skipped step changes neither Adam's moments and
-    step counts nor the schedule.
+    rank, else `skip`. Vectors (norms, biases) have no weight decay. A skipped step changes neither the state of the
+    optimizer nor the schedule.
     """
 
     def __init__(
@@ -96,11 +94,13 @@ class Optimizer:
         fp16: bool,
         masters: Mapping[str, nn.Parameter] | None = None,
         total_norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
+        build: Build | None = None,
     ) -> None:
-        """`model` must already have its weights. Adam's state is allocated here, so that steps need no more memory.
+        """`model` must already have its weights. The state is allocated here, so that steps need no more memory.
 
         masters: parameters to update instead of those of the model; the caller creates them from these. total_norm:
-        computes the gradient norm of these parameters over all ranks, if they are not DTensors.
+        computes the gradient norm of these parameters over all ranks, if they are not DTensors. build: the function of
+        --optimizer, if it was looked up before.
         """
         reshard(model)
         self._model = model
@@ -108,10 +108,12 @@ class Optimizer:
         trained = model.named_parameters() if masters is None else masters.items()
         self._names = {p: name for name, p in trained if p.requires_grad}
         self._schedule = lr_schedule(config, total_steps=total_steps)
-        self._adam = _adamw(list(self._names), config)
-        self._host_adam = _host_adam(self._adam, config)
+        groups = parameter_groups(self._names, model, config.weight_decay)
+        self._optimizer = (build or find_optimizer(config))(groups, config)
+        self._host_adam = _host_adam(self._optimizer, config)
         device_type = next(iter(self._names)).device.type
-        fused = device_type in _CLIPS_IN_STEP and all(group["fused"] for group in self._adam.param_groups)
+        is_adamw = type(self._optimizer) is torch.optim.AdamW and device_type in _CLIPS_IN_STEP
+        fused = is_adamw and all(group["fused"] for group in self._optimizer.param_groups)
         self._steps_clip = fused and all(p.dtype == torch.float32 for p in self._names)  # its divisor is a float32
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
         self._norm_of = total_norm or _norm_over_meshes
@@ -126,7 +128,7 @@ class Optimizer:
         return self._schedule(self.num_updates)
 
     def zero_grad(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
         self._collected.clear()
 
     @torch.no_grad()
@@ -157,13 +159,13 @@ class Optimizer:
         """Clip to --clip-grad and return the global norm before clipping, [] on the device.
 
         On CPU and CUDA the fused kernel of AdamW divides float32 gradients while it reads them, so `step` clips them.
-        Elsewhere this does. Collective; does not wait for the device. The norm is the same on every rank. It is not
-        finite if any gradient on any rank is not finite.
+        Elsewhere, and for other optimizers, this does. Collective; does not wait for the device. The norm is the same
+        on every rank. It is not finite if any gradient on any rank is not finite.
         """
-        self._scaler.unscale_(self._adam)
+        self._scaler.unscale_(self._optimizer)
         norm, limit = self._norm_of(list(self._names)), self._config.clip_grad
         if limit > 0 and self._steps_clip:
-            self._adam.grad_scale = ((norm + _CLIP_EPS) / limit).clamp(min=1.0)  # pyright: ignore  # of GradScaler
+            self._optimizer.grad_scale = ((norm + _CLIP_EPS) / limit).clamp(min=1.0)  # pyright: ignore  # of GradScaler
         elif limit > 0:
             for members in _by_mesh(self._names):
                 nn.utils.clip_grads_with_norm_(members, limit, norm)
@@ -172,9 +174,10 @@ class Optimizer:
     def step(self) -> None:
         """Update the weights with the clipped gradients and free the gradients."""
         reshard(self._model)
-        for group in self._adam.param_groups:
-            group["lr"] = self.lr
-        (self._host_adam or self._adam).step()
+        for group in self._optimizer.param_groups:
+            lr = self.lr * group.get("lr_scale", 1.0)
+            group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
+        (self._host_adam or self._optimizer).step()
         self._finish()
         self.num_updates += 1
 
@@ -210,20 +213,39 @@ class Optimizer:
     def _finish(self) -> None:
         if self._scaler.is_enabled():
             self._scaler.update()
-        self._adam.grad_scale = None  # pyright: ignore  # of `clip`
+        self._optimizer.grad_scale = None  # pyright: ignore  # of `clip`
         self.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return Adam's state by parameter name, to save or load in place.
+        """Return the state of the optimizer by parameter name, to save or load in place.
 
-        Moments are DTensors; step counts are views of shape [1].
+        Moments are DTensors; scalars, such as step counts, are views of shape [1]. An optimizer whose state is not
+        plain tensors returns these in a method `stored`, by parameter.
         """
+        stored = getattr(self._optimizer, "stored", None) or (lambda p: self._optimizer.state.get(p, {}))
         found: dict[str, Tensor] = {}
         for p, name in self._names.items():
-            state = self._adam.state[p]
-            found |= {f"{name}.{key}": state[key] for key in _MOMENTS}
-            found[f"{name}.step"] = state["step"].view(1)
+            for key, value in stored(p).items():
+                if not isinstance(value, Tensor):
+                    kind = f"{type(value).__name__} {key!r}"
+                    raise ConfigError(f"--optimizer {self._config.optimizer} keeps a {kind} as state: make it a tensor")
+                found[f"{name}.{key}"] = value if value.ndim else value.view(1)
         return found
+
+    def create_state(self, saved: Mapping[str, Any]) -> None:
+        """Create the state that a checkpoint is loaded into, if the optimizer would create it in its first step.
+
+        saved: what `state_dict` returned. Runs a step with learning rate 0 and gradients 0, whose results are replaced
+        by those of the checkpoint.
+        """
+        if self._optimizer.state or not saved["has_state"]:
+            return
+        for p in self._names:
+            p.grad = torch.zeros_like(p)
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._optimizer.step()
+        self.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that is not a tensor. JSON-serializable."""
@@ -232,6 +254,7 @@ class Optimizer:
             "num_skipped": self.num_skipped,
             "num_failed": self.num_failed,
             "scaler": self._scaler.state_dict(),
+            "has_state": bool(self._optimizer.state),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,40 +283,11 @@ def _total_norm(params: list[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-@overridable
-def has_fused_adamw(device_type: str) -> bool:
-    """Return whether torch.optim.AdamW has a fused kernel on this device type."""
-    return device_type in ("cpu", "cuda", "mps", "xpu")
-
-
-def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """Create AdamW with its state allocated now, not at the first step: loading a checkpoint needs it in place."""
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    fused = all(has_fused_adamw(kind) for kind in {p.device.type for p in params})
-    adam = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        fused=fused,
-    )
-    zeros, on_host = partial(torch.zeros_like, requires_grad=False), config.offload_optimizer
-    if on_host:
-        from fsdptrain.fsdp.host_adam import host_moment as zeros
-    for p in params:
-        step = torch.zeros((), dtype=torch.float32, device=p.device if fused and not on_host else "cpu")
-        moments = [zeros(p) for _ in _MOMENTS]
-        adam.state[p] = {"step": step} | dict(zip(_MOMENTS, moments, strict=True))
-    return adam
-
-
-def _host_adam(adam: torch.optim.AdamW, config: OptimConfig) -> "HostAdam | None":
-    """Return what runs the steps of `adam` with --offload-optimizer."""
+def _host_adam(optimizer: torch.optim.Optimizer, config: OptimConfig) -> "HostAdam | None":
+    """Return what runs the steps of AdamW with --offload-optimizer."""
     if not config.offload_optimizer:
         return None
     from fsdptrain.fsdp.host_adam import HostAdam
 
-    return HostAdam(adam, on=config.offload_optimizer_step)
+    assert isinstance(optimizer, torch.optim.AdamW), "the configuration refuses other optimizers"
+    return HostAdam(optimizer, on=config.offload_optimizer_step)

@@ -49,10 +49,16 @@ def train(config: Config) -> None:
         raise RuntimeError(f"the run was ended before its end by {describe(error)}") from error
 
 
+# transformers imports torchao and peft bitsandbytes wherever they are installed; each warns of kernels that it lacks
+_NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
+
+
 def configure_logging(*, rank: int) -> None:
     """Silence other libraries, and log on rank 0 only. Environment variables set by the user are kept."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     log = logging.getLogger("fsdptrain")
     log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if not log.handlers:

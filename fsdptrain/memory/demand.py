@@ -1,6 +1,6 @@
 """The memory of one rank, from parameter counts. A run checks it before loading, and `fsdptrain plan` adds activations.
 
-Included before loading: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), frozen
+Included before loading: float32 master weights and gradients of one shard (4 bytes each), the optimizer's state, frozen
 weights in the compute dtype, the layers that are gathered at one time, the reference's shard, the copy of the embedded
 engine, and a margin. Not included: activations, the KV cache, and the page cache, which the system frees on demand.
 """
@@ -75,9 +75,9 @@ def compute_bytes(config: Config) -> int:
 
 def shard_state(config: Config, shard: Shard) -> tuple[Parts, Parts]:
     """Return the state of a shard on the device and on the host."""
-    trained, frozen = MASTER_BYTES * shard.trained, _stored_bytes(config, shard) * shard.frozen
-    state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
-    moved = {"Adam's moments"} if config.optim.offload_optimizer else set()
+    trained, frozen = MASTER_BYTES * shard.trained, _frozen_bytes(config, shard)
+    state = {"weights": trained + frozen, "optimizer state": optimizer_bytes(config, shard), "gradients": trained}
+    moved = {"optimizer state"} if config.optim.offload_optimizer else set()
     moved = set(state) if config.fsdp.cpu_offload else moved
     on_device = {name: size for name, size in state.items() if name not in moved}
     return on_device, {name: size for name, size in state.items() if name in moved}
@@ -91,6 +91,22 @@ def sections_memory(config: Config) -> tuple[Parts, Parts]:
         device |= of_device
         host |= of_host
     return device, host
+
+
+def optimizer_bytes(config: Config, shard: Shard) -> int:
+    """Return the bytes of the optimizer's state of a shard.
+
+    All weights in layers count as matrices; norms and biases are few. Unknown optimizers count like AdamW.
+    """
+    adapter, momentum = bool(shard.counts.adapter), config.optim.sgd_momentum > 0
+    outside = 0 if adapter else min(shard.trained, math.ceil(shard.counts.outside_layers / shard.num_shards))
+    of_8_bits = 2 * MASTER_BYTES if adapter else 2 * (1 + MASTER_BYTES / 256)  # many rows of adapters are too short
+    of_matrices, of_others = {
+        "muon": (MASTER_BYTES, 2 * MASTER_BYTES),
+        "adamw8bit": (of_8_bits, of_8_bits),
+        "sgd": (MASTER_BYTES * momentum,) * 2,
+    }.get(config.optim.optimizer, (2 * MASTER_BYTES,) * 2)
+    return math.ceil(of_matrices * (shard.trained - outside) + of_others * outside)
 
 
 def generation_need(config: Config, shard: Shard, cache: Parts) -> Parts:
@@ -123,7 +139,7 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
         away = sum(size for name, size in on_device.items() if name != "gradients")
         host["the trainer, while the engine generates"] = ranks * away
     stored = _stored_bytes(config, shard)
-    trained, frozen = MASTER_BYTES * shard.trained, stored * shard.frozen
+    trained, frozen = MASTER_BYTES * shard.trained, _frozen_bytes(config, shard)
     if config.stores_reference:
         width = 2 if config.ref.dtype == "bfloat16" else MASTER_BYTES
         elements = shard.frozen + (0 if counts.adapter else shard.trained)  # the reference has no adapter
@@ -133,7 +149,7 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
     if config.run.async_save:
         weights = trained if counts.adapter else trained + frozen  # only the adapter is written
         copies = 1 + (config.stores_reference and config.ref.update_interval is not None)  # a moving reference too
-        host["the checkpoint in writing"] = ranks * (copies * weights + 2 * trained)
+        host["the checkpoint in writing"] = ranks * (copies * weights + optimizer_bytes(config, shard))
     more, of_all_shards = sections_memory(config)
     device |= more
     host |= {name: ranks * math.ceil(size / shard.num_shards) for name, size in of_all_shards.items()}
@@ -171,9 +187,24 @@ def _training_memory(config: Config, shard: Shard) -> Parts:
     counts, itemsize = shard.gathered, compute_bytes(config)
     resharded = config.fsdp.reshard_after_forward
     layers = GATHERED_LAYERS * counts.largest_layer if resharded else counts.total - counts.outside_layers
-    gathered = itemsize * (layers + counts.outside_layers)
+    gathered = (config.frozen_weight_bytes or itemsize) * layers + itemsize * counts.outside_layers
     reduction = (itemsize + MASTER_BYTES) * counts.reduced_at_once
-    return {"gathered layers": gathered, "gradients of one layer": reduction}
+    parts = {"gathered layers": math.ceil(gathered), "gradients of one layer": reduction}
+    return parts | dequantized(config, counts.largest_layer)
+
+
+def dequantized(config: Config, largest_layer: int) -> Parts:
+    """Return the memory of one dequantized weight, at most a layer. Empty if weights are not quantized."""
+    return {} if config.frozen_weight_bytes is None else {"a dequantized weight": compute_bytes(config) * largest_layer}
+
+
+def _frozen_bytes(config: Config, shard: Shard) -> int:
+    """Return the bytes of the frozen weights of a shard. In layers they may be quantized."""
+    stored, quantized = _stored_bytes(config, shard), config.frozen_weight_bytes
+    outside = min(shard.frozen, math.ceil(shard.counts.outside_layers / shard.num_shards))
+    if quantized is None:
+        return stored * shard.frozen
+    return math.ceil(quantized * (shard.frozen - outside) + stored * outside)
 
 
 def _stored_bytes(config: Config, shard: Shard) -> int:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.fp8.config import Fp8Config
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.rollout.sampling import seed_of
@@ -55,6 +56,10 @@ def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         options["kv_cache_memory_bytes"] = int((vllm.kv_cache_gib or 1.0) * platform.GIB)
     if lora.sync == "adapter":
         options |= adapter_options(lora)
+    if config.section(Fp8Config).generates:
+        if not on_gpu:
+            raise ConfigError("--fp8 rollout needs a GPU: vLLM quantizes no weights on a CPU; remove it")
+        options["quantization"] = "fp8"
     return options
 
 

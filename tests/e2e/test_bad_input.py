@@ -81,6 +81,11 @@ def file_as_folder(folder: Path, checkpoint: Path) -> list[str]:
     return ["--output-dir", str(folder / "file" / "run")]
 
 
+def odd_rows(folder: Path, checkpoint: Path) -> list[str]:
+    small = save_tiny_checkpoint(folder / "odd", hidden_size=32, num_attention_heads=2, intermediate_size=48)
+    return ["--hf-checkpoint", str(small), "--lora-rank", "4", "--load-in-4bit"]
+
+
 def flags(*values: str) -> Prepare:
     def prepare(folder: Path, checkpoint: Path) -> list[str]:
         return list(values)
@@ -111,6 +116,8 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
         ["--opd-teacher http://127.0.0.1:9", "reached"],
     ),
     (teacher_of_another_tokenizer, ["--opd-teacher", "another tokenizer", "differ"]),
+    (flags("--optimizer", "tests.e2e.losses:nowhere"), ["--optimizer tests.e2e.losses:nowhere", "package.module"]),
+    (odd_rows, ["--load-in-4bit", "multiple of 64"]),
     (flags("--resume", "nowhere/step_3"), ["--resume", "nowhere"]),
 ]
 

@@ -151,3 +151,11 @@ def test_the_packing_benchmark_runs() -> None:
     assert all(row["ours"]["imbalance"] < 0.02 for row in rows)
     assert all(row["first-fit"]["times_ours"]["least"] > 0 for row in rows)
     assert end["laws"] == {"fill above 97 %": True, "imbalance below 2 %": True}  # what these sizes can show
+
+
+def test_the_quick_run_of_low_precision_reports_state_and_frozen_weights(tmp_path: Path) -> None:
+    flags = ["--cases", "adamw", "muon", "LoRA", "LoRA, nf4", "fp8 rowwise"]
+    rows = {row["case"]: row for row in run_quick("low_precision.py", tmp_path, *flags)["rows"]}
+    assert rows["muon"]["state_bytes"] < rows["adamw"]["state_bytes"]
+    assert rows["LoRA, nf4"]["base_bytes_in_layers"] < 0.3 * rows["LoRA"]["base_bytes_in_layers"]
+    assert rows["fp8 rowwise"]["grad_norm"] == pytest.approx(rows["adamw"]["grad_norm"], rel=0.1)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fsdptrain.features.quantized_base.linear import dequantize, quantize
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
+from tests.tensors import load_files
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -33,3 +35,25 @@ def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp
         assert (adapted - before).abs().max() > 1e-3
     config = json.loads((whole / "hf" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(checkpoint.resolve())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_on_weights_in_4_bits_is_trained_resumed_and_merged_into_the_dequantized_weights(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(run), "--lora-rank", "4"]
+    argv += ["--load-in-4bit", "--kl-loss-coef", "0.1", "--lora-export", "both", "--verify-weight-sync", "every"]
+    argv += ["--gradient-checkpointing"]
+    assert command.run([*argv, "--num-rollout", "1"], tmp_path / "1", num_ranks=2).code == 0
+    result = command.run(argv, tmp_path / "2", num_ranks=2)
+    assert result.code == 0, result.err
+    assert "frozen weights of 14 linear layers in nf4: 0.56 bytes for each of 73,728 weights" in result.err
+    assert "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained" in result.err
+    merged, base = load_files(run / "hf"), load_files(checkpoint)
+    factors = load_files(run / "hf" / "adapter")
+    name = "model.layers.0.mlp.up_proj"
+    a, b = (factors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    weight = dequantize(*quantize(base[f"{name}.weight"], "nf4"), "nf4", torch.float32)
+    assert b.abs().max() > 0
+    assert torch.allclose(merged[f"{name}.weight"], weight + 32 / 4 * (b @ a), rtol=0, atol=1e-6)

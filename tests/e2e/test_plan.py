@@ -32,7 +32,7 @@ def test_an_adapter_fits_where_the_whole_model_does_not(tmp_path: Path):
     )
     assert (whole.code, adapter.code) == (1, 0), adapter.err
     parts = json.loads(adapter.out)["training"]["parts"]
-    state = sum(parts[name] for name in ("weights", "Adam's moments", "gradients"))
+    state = sum(parts[name] for name in ("weights", "optimizer state", "gradients"))
     assert 2 * 4_022_468_096 < state < 2.2 * 4_022_468_096
 
 

@@ -10,11 +10,11 @@ import pytest
 import fsdptrain
 from fsdptrain import overrides
 from fsdptrain.errors import ConfigError
-from fsdptrain.fsdp.optimizer import has_fused_adamw
+from fsdptrain.fsdp.optimizers import has_fused_adamw
 from fsdptrain.overrides import OVERRIDABLE, Overridable, install_overrides
 from tests.packages import install
 
-KEY = "fsdptrain.fsdp.optimizer.has_fused_adamw"
+KEY = "fsdptrain.fsdp.optimizers.has_fused_adamw"
 Plugin = Callable[..., None]
 
 SOURCE = """

@@ -72,6 +72,7 @@ class Adapters:
             if isinstance(layer, LoraLayer)
         ]
         self.layers = dict(self._adapted())  # stock weight name -> peft layer
+        self._num_parameters = sum(p.numel() for p in model.parameters())  # later, quantized weights have other shapes
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -94,11 +95,10 @@ class Adapters:
     def line(self) -> str:
         """The line of the startup report."""
         trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
-        total = sum(p.numel() for p in self._model.parameters())
         stored = next(str(p.dtype).removeprefix("torch.") for p in self._model.parameters() if not p.requires_grad)
         return (
-            f"{self.kind}, on {len(self.layers)} weights: {trained:,} of {total:,} parameters are trained, "
-            f"the others are stored in {stored}"
+            f"{self.kind}, on {len(self.layers)} weights: {trained:,} of {self._num_parameters:,} parameters are "
+            f"trained, the others are stored in {stored}"
         )
 
     def parameters(self) -> dict[str, nn.Parameter]:

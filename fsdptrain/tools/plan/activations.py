@@ -5,6 +5,7 @@ reduction of its gradients, and the reduction of the root gradients. For each la
 next one, and holds the previous reduction buffer, in float32 as the masters, until the next reduction starts.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,8 @@ class Sharding:
     reshard_after_forward: bool
     prefetch: bool
     cpu_offload: bool
-    state: Mapping[str, int]  # bytes of this rank's shards of weights, gradients and Adam's moments, on the device
+    layer_bytes: float  # of a gathered weight in a layer
+    state: Mapping[str, int]  # bytes of this rank's shards of weights, gradients and optimizer state, on the device
 
 
 def training_peak(trace: Trace, sharding: Sharding) -> MemoryPeak:
@@ -135,8 +137,8 @@ def _root_reduction(
 def _gathered(layers: list[LayerTrace], i: int, sharding: Sharding, *, running: bool) -> int:
     """Return the bytes of gathered layers: layer `i` if `running`, and the prefetched one. All without resharding."""
     if not sharding.reshard_after_forward:
-        return sharding.compute_bytes * sum(layer.numel for layer in layers)
+        return math.ceil(sharding.layer_bytes * sum(layer.numel for layer in layers))
     own = layers[i].numel if running else 0
     following = layers[max(0, i - 1)].numel if sharding.prefetch or running else 0
     shard = MASTER_BYTES * following // sharding.num_shards if sharding.cpu_offload else 0
-    return sharding.compute_bytes * (own + following) + shard
+    return math.ceil(sharding.layer_bytes * (own + following)) + shard

@@ -32,6 +32,7 @@ from fsdptrain.memory.demand import (
     MemorySupply,
     Shard,
     compute_bytes,
+    dequantized,
     generation_need,
     memory_need,
     sections_memory,
@@ -302,7 +303,10 @@ class Planner:
             reshard_after_forward=bool(config.fsdp.reshard_after_forward),
             prefetch=config.fsdp.prefetch,
             cpu_offload=config.fsdp.cpu_offload,
-            state=shard_state(config, self.shard(config))[0] | sections_memory(config)[0],
+            layer_bytes=config.frozen_weight_bytes or compute_bytes(config),
+            state=shard_state(config, self.shard(config))[0]
+            | dequantized(config, self.counts.largest_layer)
+            | sections_memory(config)[0],
         )
 
     def generation(self, config: Config) -> MemoryPeak | None:

@@ -64,7 +64,7 @@ def _peaks_table(plan: Plan) -> Table:
 
 def _host(plan: Plan) -> Iterator[tuple[str, str]]:
     if not plan.host_parts:
-        yield "nothing", "weights, gradients and Adam's moments are on the GPUs"
+        yield "nothing", "weights, gradients and optimizer state are on the GPUs"
         return
     yield from ((name, gib(size)) for name, size in plan.host_parts.items())
     limit = plan.machine.host_memory

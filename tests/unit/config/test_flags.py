@@ -73,7 +73,7 @@ def test_flags_are_read(flat, argv, expected):
         (["--logprob-chunk-size", "0"], "--logprob-chunk-size must be at least 1, got 0"),
         (["--speed", "fat"], "--speed must be one of standard, fast, got 'fat'; did you mean 'fast'?"),
         (["--leaning-rate", "1"], "unknown flag --leaning-rate: --learning-rate is --lr here"),
-        (["--load-in-4bit"], "unknown flag --load-in-4bit"),
+        (["--load-in-2bit"], "unknown flag --load-in-2bit"),
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         (["--no-lr"], "unknown flag --no-lr"),
         (["--learning-rate", "1e-6"], "unknown flag --learning-rate: it is --lr here"),
@@ -124,7 +124,10 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(tmp_path):
 def test_every_boolean_can_be_set_both_ways(flat):
     flag = all_keys()[flat].flag
     ahead = ["--max-staleness", "1", "--mismatch-correction", "tis"]
+    adapter = ["--lora-rank", "8"]
     extra = {
+        "load_in_4bit": adapter,
+        "load_in_8bit": adapter,
         "partial_rollout": ahead,
         "mask_offpolicy_in_partial_rollout": ahead,
         "fp16": ["--no-bf16"],

@@ -107,6 +107,23 @@ CORE_AND_FEATURES = [
         ({**SELECTIVE, key: True}, [all_keys()[key].flag, "-kind full"], {"gradient_checkpointing_kind": "full"})
         for key in ("offload_activations", "compile")
     ),
+    ({"optimizer": "adam"}, ["--optimizer", "'adamw'"], {"optimizer": "adamw"}),
+    ({"sgd_momentum": 0.9}, ["--sgd-momentum", "--optimizer sgd"], {"optimizer": "sgd"}),
+    *(
+        ({key: value}, [all_keys()[key].flag, "--optimizer muon"], {"optimizer": "muon"})
+        for key, value in [("muon_lr", 1e-4), ("muon_momentum", 0.9), ("muon_adjust_lr", "original")]
+    ),
+    ({"optimizer": "muon", "muon_lr": 1e-4, "lr": 0.0}, ["--muon-lr", "--lr"], {"lr": 1e-5}),
+    *(
+        ({"optimizer": "sgd", key: 0.5}, [all_keys()[key].flag, "--optimizer sgd"], {"optimizer": "adamw"})
+        for key in ("adam_beta1", "adam_beta2", "adam_eps")
+    ),
+    ({"optimizer": "muon", "offload_optimizer": True}, ["--offload-optimizer", "--optimizer muon"],
+     {"optimizer": "adamw"}),
+    ({"optimizer": "muon", **TENSOR}, ["--optimizer muon", "--tensor-parallel-size"], {"optimizer": "adamw"}),
+    ({"optimizer": "adamw8bit", "fsdp_cpu_offload": True}, ["--optimizer adamw8bit", "--fsdp-cpu-offload"],
+     {"fsdp_cpu_offload": False}),
+    ({"optimizer": "muon", "backend": "megatron"}, ["--optimizer muon", "--backend megatron"], {"backend": "fsdp"}),
     ({"offload_optimizer_step": "device"}, ["--offload-optimizer-step", "without --offload-optimizer"],
      {"offload_optimizer": True}),
     ({"offload_optimizer": True, "fsdp_cpu_offload": True}, ["--offload-optimizer", "with --fsdp-cpu-offload"],
@@ -119,6 +136,44 @@ CORE_AND_FEATURES = [
             ("lora_export", "merged"),
         ]
     ),
+    ({"fp8_recipe": "tensorwise"}, ["--fp8-recipe", "without --fp8"], {"fp8": ["training"]}),
+    ({"fp8_skip": ["down_proj"]}, ["--fp8-skip", "without --fp8"], {"fp8": ["training"]}),
+    ({"fp8": ["training", "training"]}, ["--fp8 training training", "twice"], {"fp8": ["training"]}),
+    *(
+        ({"fp8": ["training"], **other}, ["--fp8 training", all_keys()[next(iter(other))].flag], {"fp8": []})
+        for other in ({"lora_rank": 8}, {"liger": True}, {"fp16": True, "bf16": False}, TENSOR, EXPERT)
+    ),
+    ({"fp8": ["rollout"]}, ["--fp8 rollout", "--rollout-engine vllm"], {"rollout_engine": "vllm"}),
+    (
+        {"fp8": ["rollout"], "fp8_recipe": "tensorwise", "rollout_engine": "vllm"},
+        ["--fp8-recipe", "without --fp8 training"],
+        {"fp8": ["training", "rollout"]},
+    ),
+    (
+        {"fp8": ["rollout"], "rollout_engine": "vllm", "rollout_engine_args": {"quantization": "fp8"}},
+        ["--fp8 rollout", "--rollout-engine-args quantization"],
+        {"fp8": []},
+    ),
+    (
+        {"fp8": ["rollout"], "rollout_engine": "vllm-server", "rollout_urls": ["http://127.0.0.1:1"]},
+        ["--fp8 rollout", "--quantization fp8"],
+        {"fp8": []},
+    ),
+    *(
+        ({key: True}, [all_keys()[key].flag, "--lora-rank"], {"lora_rank": 8})
+        for key in ("load_in_4bit", "load_in_8bit")
+    ),
+    *(
+        ({"lora_rank": 8, "load_in_4bit": True, key: value}, ["--load-in-4bit", all_keys()[key].flag], {key: default})
+        for key, value, default in [
+            ("load_in_8bit", True, False),
+            ("compile", True, False),
+            ("liger", True, False),
+            ("fsdp_cpu_offload", True, False),
+        ]
+    ),
+    ({"lora_rank": 8, "load_in_4bit": True, "lora_sync": "adapter", "rollout_engine": "vllm"},
+     ["--load-in-4bit", "--lora-sync"], {"lora_sync": "merged"}),
     ({"lora_rank": 8, "lora_dropout": 0.1}, ["--lora-dropout", "reinforcement", "--algorithm sft"], SFT),
     ({"lora_rank": 8, "lora_targets": ["q_proj", "q_proj"]}, ["--lora-targets", "twice"], {"lora_targets": "q_proj"}),
     ({"rollout_max_response_len": 8192}, ["--rollout-max-response-len 8192", "--max-tokens-per-gpu 8192"],

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.config import OptimConfig
+from fsdptrain.config import Config, OptimConfig
 from fsdptrain.errors import NumericsError
 from fsdptrain.fsdp import optimizer as optimizer_module
 from fsdptrain.fsdp.optimizer import DECAYS, Optimizer, lr_schedule
+from fsdptrain.memory.demand import Shard, optimizer_bytes
+from fsdptrain.model.structure import count_parameters
 from tests.testing import tiny_qwen3
 
 LR, MIN, INIT = 3e-4, 3e-5, 1e-5
@@ -147,7 +149,7 @@ def test_gradients_are_clipped_before_the_step_where_the_kernel_may_ignore_the_d
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
         assert norm > 1 if in_step else norm == pytest.approx(0.5)
         end()
-        assert optimizer._adam.grad_scale is None, "the divisor is that of one step"  # pyright: ignore
+        assert optimizer._optimizer.grad_scale is None, "the divisor is that of one step"  # pyright: ignore
 
 
 def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
@@ -202,3 +204,12 @@ def test_state_survives_json_and_a_fresh_optimizer():
     fresh.load_state_dict(state)
     assert fresh.state_dict() == optimizer.state_dict()
     assert fresh.scale(torch.tensor(1.0)).item() == 32768.0
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw8bit", "sgd"])
+def test_the_plan_knows_the_state_of_each_optimizer(name: str):
+    model = tiny_qwen3(hidden_size=256, intermediate_size=512, head_dim=64, num_key_value_heads=4)
+    optim = OptimConfig(optimizer=name, sgd_momentum=0.9 if name == "sgd" else 0.0)
+    state = Optimizer(model, optim, total_steps=10, fp16=False).tensors()
+    planned = optimizer_bytes(Config(hf_checkpoint="x", optim=optim), Shard.of(count_parameters(model), 1))
+    assert sum(tensor.nbytes for tensor in state.values()) == pytest.approx(planned, rel=0.01)

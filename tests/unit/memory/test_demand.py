@@ -41,17 +41,21 @@ def need(shard: Shard = OF_8, supply: MemorySupply = GPU, **options: Any) -> Mem
 GATHERED = 2 * (2 * 100_000_000 + 400_000_000)
 ON_DEVICE = {
     "weights": SHARD,
-    "Adam's moments": 2 * SHARD,
+    "optimizer state": 2 * SHARD,
     "gradients": SHARD,
     "gathered layers": GATHERED,
     "gradients of one layer": (2 + 4) * 400_000_000,
 }
-ALL_SHARDS = {"weights": 8 * SHARD, "Adam's moments": 16 * SHARD, "gradients": 8 * SHARD}
+ALL_SHARDS = {"weights": 8 * SHARD, "optimizer state": 16 * SHARD, "gradients": 8 * SHARD}
 WRITING = "the checkpoint in writing"
 PARTS: list[tuple[dict[str, Any], dict[str, int | None], dict[str, int]]] = [  # options; changes of device; host
     ({}, {}, {}),
     ({"fsdp_cpu_offload": True}, dict.fromkeys(ALL_SHARDS), ALL_SHARDS),
-    ({"offload_optimizer": True}, {"Adam's moments": None}, {"Adam's moments": 16 * SHARD}),
+    ({"offload_optimizer": True}, {"optimizer state": None}, {"optimizer state": 16 * SHARD}),
+    ({"optimizer": "muon"}, {"optimizer state": SHARD + 4 * 50_000_000}, {}),
+    ({"optimizer": "adamw8bit"}, {"optimizer state": 500_000_000 * (256 + 4) // 128}, {}),
+    ({"optimizer": "sgd"}, {"optimizer state": 0}, {}),
+    ({"optimizer": "sgd", "sgd_momentum": 0.9}, {"optimizer state": SHARD}, {}),
     (
         {"algorithm": "grpo"},
         {
@@ -96,7 +100,7 @@ def test_only_an_adapter_has_moments_and_frozen_weights_have_the_compute_dtype()
     own = 4 * ADAPTER // 8
     assert found.device_parts == {
         "weights": own + SHARD // 2,
-        "Adam's moments": 2 * own,
+        "optimizer state": 2 * own,
         "gradients": own,
         "gathered layers": 2 * (2 * 101_000_000 + 400_000_000),
         "gradients of one layer": (2 + 4) * 1_000_000,
@@ -104,6 +108,14 @@ def test_only_an_adapter_has_moments_and_frozen_weights_have_the_compute_dtype()
     assert found.host_parts == {"the reference": 8 * SHARD // 2}
     assert need(ADAPTED, algorithm="grpo").device_parts["the engine's weights"] == 2 * COUNTS.total
     assert "4.04 B parameters (40.00 M of them trained) over 8 shards" in need_line(found, ADAPTED, GPU)
+
+
+def test_quantized_weights_are_those_in_the_layers() -> None:
+    found = need(ADAPTED, **SFT, lora_rank=8, load_in_4bit=True).device_parts
+    inside, outside = COUNTS.total - 400_000_000, 400_000_000
+    assert found["weights"] == 4 * ADAPTER // 8 + 0.5625 * inside // 8 + 2 * outside // 8
+    assert found["gathered layers"] == 0.5625 * 2 * 101_000_000 + 2 * 400_000_000
+    assert found["a dequantized weight"] == 2 * 101_000_000
 
 
 def test_a_few_frozen_weights_of_a_stock_model_are_not_the_base_of_an_adapter():

@@ -16,6 +16,7 @@ TRACE = Trace(
     end_peak=60,
 )
 SHARDING = Sharding(
+    layer_bytes=2,
     outside=50,
     outside_trained=50,
     num_shards=2,

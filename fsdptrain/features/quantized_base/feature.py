@@ -1,0 +1,112 @@
+"""Frozen weights of linear layers in 4 or 8 bits under a LoRA adapter (QLoRA)."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fsdptrain.config import Config
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError
+from fsdptrain.feature import Feature
+from fsdptrain.features.quantized_base.config import BLOCK, QuantizedBaseConfig
+from fsdptrain.model.structure import decoder_layers
+
+if TYPE_CHECKING:
+    from fsdptrain.features.quantized_base.linear import QuantizedLinear
+    from fsdptrain.fsdp.mesh import Meshes
+
+
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable of transformers
+
+
+class QuantizedBaseFeature(Feature):
+    """Stores the weights of linear layers as codes. Comes before the adapter, which wraps the layers."""
+
+    def __init__(self, options: QuantizedBaseConfig) -> None:
+        self._options = options
+        self._stock: dict[str, nn.Linear] = {}  # stock weight name -> layer
+        self._layers: dict[str, QuantizedLinear] = {}
+        self._is_loaded = False
+
+    @classmethod
+    def create(cls, config: Config, checkpoint: Path) -> "QuantizedBaseFeature":
+        options = config.section(QuantizedBaseConfig)
+        with raise_on_all_ranks(ConfigError, "--load-in-4bit"):
+            if importlib.util.find_spec("bitsandbytes") is None:
+                flag = "--load-in-4bit" if options.load_in_4bit else "--load-in-8bit"
+                raise ConfigError(f"{flag} needs the bitsandbytes package: pip install 'fsdptrain[qlora]'")
+        return cls(options)
+
+    @property
+    def lines(self) -> list[str]:
+        weights = sum(layer.in_features * layer.out_features for layer in self._layers.values())
+        num_bytes = sum(p.nbytes for layer in self._layers.values() for p in (layer.codes, layer.scales))
+        return [
+            f"frozen weights of {len(self._layers)} linear layers in {self._options.kind}: {num_bytes / weights:.2f} "
+            f"bytes for each of {weights:,} weights"
+        ]
+
+    def add_parameters(self, model: PreTrainedModel) -> None:
+        """Find the layers by their stock names, before an adapter wraps them."""
+        inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+        self._stock = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and module in inside and module.in_features % BLOCK == 0
+        }
+        if any(p.dim() == 3 and min(p.shape[1:]) > 1 for module in inside for p in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"--load-in-4bit and --load-in-8bit: the stacked experts of {type(model).__name__}, most of its "
+                "weights, cannot be quantized: leave them out"
+            )
+        if not self._stock:
+            raise ConfigError(
+                f"--load-in-4bit and --load-in-8bit: {type(model).__name__} has no linear layer whose inputs are a "
+                f"multiple of {BLOCK}: leave them out"
+            )
+
+    def transform_model(self, model: PreTrainedModel, meshes: "Meshes") -> None:
+        from peft.tuners.lora.layer import ParamWrapper
+
+        from fsdptrain.features.quantized_base.linear import QuantizedLinear
+
+        wrapped = {base for module in model.modules() if isinstance(module, ParamWrapper) for base in module.modules()}
+        for name, linear in self._stock.items():
+            if linear not in wrapped:  # its adapter is added to the weight itself
+                self._layers[name] = QuantizedLinear.convert(linear, self._options.kind)
+
+    def without(self) -> AbstractContextManager[None]:
+        return self._in_stock_form()
+
+    def after_load(self, model: PreTrainedModel) -> None:
+        self._is_loaded = True
+
+    @contextmanager
+    def _in_stock_form(self) -> Iterator[None]:
+        before = os.environ.get(_NO_THREADS)
+        if not self._is_loaded:  # threads of transformers would read weights faster than they are quantized
+            os.environ[_NO_THREADS] = "1"
+        for layer in self._layers.values():
+            layer.swap()
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(_NO_THREADS, None)
+            for layer in self._layers.values():
+                layer.swap()
+
+    def changes_weight(self, name: str) -> bool:
+        return name in self._layers
+
+    @torch.no_grad()
+    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+        layer = self._layers.get(name)
+        return None if layer is None else cast(Tensor, layer.full_precision())

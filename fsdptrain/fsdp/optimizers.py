@@ -1,0 +1,108 @@
+"""The optimizers of --optimizer: a table of functions (groups, options) -> torch.optim.Optimizer.
+
+`groups` are up to three parameter groups of torch.optim, with names: `params` is a list of (name, parameter), the
+parameters are DTensors if the model is sharded, and `kind` is one of
+
+    matrix      weights of linear layers in decoder and vision layers [out, in], and stacked experts [E, ., .]
+    other       embeddings, head, convolutions
+    vector      norms and biases, with weight decay 0
+
+The function of a user has the same signature. State that is allocated here costs no memory later, and a checkpoint is
+loaded into it.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fsdptrain.config import OptimConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.model.structure import repeated_layers
+from fsdptrain.overrides import overridable
+from fsdptrain.registry import Table, resolve
+
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups, OptimConfig], torch.optim.Optimizer]
+zeros_of: Callable[[Tensor], Tensor] = partial(torch.zeros_like, requires_grad=False)
+
+OPTIMIZERS: Mapping[str, Build] = Table(
+    {
+        "adamw": "fsdptrain.fsdp.optimizers:adamw",
+        "muon": "fsdptrain.fsdp.muon:muon",
+        "adamw8bit": "fsdptrain.fsdp.adamw8bit:adamw8bit",
+        "sgd": "fsdptrain.fsdp.optimizers:sgd",
+    }
+)
+
+
+def find_optimizer(config: OptimConfig) -> Build:
+    """Return the function of --optimizer. Raises ConfigError if it cannot be imported or called."""
+    name = config.optimizer
+    if name == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError("--optimizer adamw8bit needs the torchao package: pip install 'fsdptrain[torchao]'")
+    return resolve(name, OPTIMIZERS, flag="--optimizer", call=lambda f: f("groups", "options"))
+
+
+def parameter_groups(names: Mapping[nn.Parameter, str], model: nn.Module, weight_decay: float) -> Groups:
+    """Divide parameters by kind. Kinds without parameters have no group.
+
+    names: of the trained parameters. Those that are not of the transformers `model` itself are no `matrix`.
+    """
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {"matrix": [], "other": [], "vector": []}
+    matrices = _matrices(model) if isinstance(model, PreTrainedModel) else set()
+    for p, name in names.items():
+        members["vector" if p.ndim < 2 else "matrix" if p in matrices else "other"].append((name, p))
+    return [
+        {"params": params, "kind": kind, "weight_decay": 0.0 if kind == "vector" else weight_decay}
+        for kind, params in members.items()
+        if params
+    ]
+
+
+def _matrices(model: PreTrainedModel) -> set[nn.Parameter]:
+    """Return the weights [out, in] and [E, ., .] in the layers, without tables that are looked up and convolutions."""
+    modules = [module for layer in repeated_layers(model) for module in layer.modules()]
+    return {
+        p
+        for module in modules
+        if not isinstance(module, nn.Embedding)
+        for p in module.parameters(recurse=False)
+        if p.ndim in (2, 3) and min(p.shape[-2:]) > 1  # a depthwise convolution has [channels, 1, width]
+    }
+
+
+@overridable
+def has_fused_adamw(device_type: str) -> bool:
+    """Return whether torch.optim.AdamW has a fused kernel on this device type."""
+    return device_type in ("cpu", "cuda", "mps", "xpu")
+
+
+def adamw(groups: Groups, options: OptimConfig) -> torch.optim.AdamW:
+    """Create AdamW, with its moments on the host with --offload-optimizer."""
+    params = [p for group in groups for _, p in group["params"]]
+    fused = all(has_fused_adamw(kind) for kind in {p.device.type for p in params})
+    adam = torch.optim.AdamW(
+        groups, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps, fused=fused
+    )
+    zeros, on_host = zeros_of, options.offload_optimizer
+    if on_host:
+        from fsdptrain.fsdp.host_adam import host_moment as zeros
+    for p in params:
+        step = torch.zeros((), dtype=torch.float32, device=p.device if fused and not on_host else "cpu")
+        adam.state[p] = {"exp_avg": zeros(p), "exp_avg_sq": zeros(p), "step": step}
+    return adam
+
+
+def sgd(groups: Groups, options: OptimConfig) -> torch.optim.SGD:
+    """Create SGD with --sgd-momentum. Weight decay is added to the gradient, as in torch.optim.SGD."""
+    found = torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
+    if options.sgd_momentum:
+        for group in found.param_groups:
+            for p in group["params"]:
+                found.state[p] = {"momentum_buffer": zeros_of(p)}
+    return found

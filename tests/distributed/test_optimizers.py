@@ -1,0 +1,207 @@
+"""Every optimizer on real ranks against torch in one process, and runs that resume against runs that do not stop."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.config import OptimConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.optimizers import find_optimizer
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.model.loading.materialize import own_part
+from fsdptrain.model.structure import repeated_layers
+from fsdptrain.types import LossConfig
+from tests import zoo
+from tests.matrix import only
+from tests.tensors import same
+from tests.testing import save_tiny_checkpoint, spawn, tiny_qwen3
+
+from .sharded import SHARDING, full, full_state
+from .test_fsdp_backend import config, packs_of_this_rank, samples
+
+LR, DECAY, CLIP = 1e-2, 0.1, 2.0
+SQUARE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}  # rows of whole blocks
+
+
+def nadam(groups: list[dict[str, Any]], options: OptimConfig) -> torch.optim.Optimizer:
+    """The function of a user. NAdam creates its state in its first step."""
+    return torch.optim.NAdam(groups, lr=options.lr, decoupled_weight_decay=True)
+
+
+def adamw_of(params: list[nn.Parameter], **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=LR, betas=(0.9, 0.95), eps=1e-8, **options)
+
+
+def by_kind(model: Any) -> tuple[list, list, list]:
+    inside = {p for layer in repeated_layers(model) for p in layer.parameters()}
+    matrices = [p for p in inside if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim >= 2 and p not in inside]
+    return matrices, others, [p for p in model.parameters() if p.ndim < 2]
+
+
+def references(model: Any, name: str) -> list[torch.optim.Optimizer]:
+    """Stock optimizers over the plain `model`."""
+    matrices, others, vectors = by_kind(model)
+    groups = [{"params": matrices + others, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    if name == "muon":
+        experts = [p for p in matrices if p.ndim == 3]
+        flat = [p for p in matrices if p.ndim == 2] + [x for p in experts for x in experts_of(p)]
+        adjust = {"adjust_lr_fn": "match_rms_adamw"}
+        groups = [{"params": others, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        return [torch.optim.Muon(flat, lr=2 * LR, weight_decay=DECAY, **adjust), adamw_of(groups)]
+    if name == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        return [AdamW8bit(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)]
+    if name == "sgd":
+        return [torch.optim.SGD(groups, lr=LR, momentum=0.9)]
+    return [adamw_of(groups)] if name == "adamw" else [nadam(groups, OptimConfig(lr=LR))]
+
+
+def experts_of(stack: nn.Parameter) -> list[nn.Parameter]:
+    """Views of the experts, with views of the gradients."""
+    found = [nn.Parameter(x) for x in stack.detach().unbind()]
+    for p, gradient in zip(found, stack.grad.unbind(), strict=True):
+        p.grad = gradient
+    return found
+
+
+CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {  # ranks, model, its sizes, options
+    "adamw": (2, "adamw", {"intermediate_size": 129}, {}),
+    "muon": (2, "muon", {"intermediate_size": 129}, {"muon_lr": 2 * LR}),
+    "muon, experts": (2, "muon", {"num_experts": 6}, {"muon_lr": 2 * LR}),
+    "muon, experts cut along columns": (4, "muon", {"num_experts": 6}, {"muon_lr": 2 * LR}),
+    "muon, replicas": (4, "muon", {"intermediate_size": 129}, {"muon_lr": 2 * LR}),
+    "adamw8bit": (2, "adamw8bit", SQUARE, {}),
+    "sgd": (2, "sgd", {"intermediate_size": 129}, {"sgd_momentum": 0.9}),
+    "a user's": (2, f"{__name__}:nadam", {"intermediate_size": 129}, {}),
+}
+
+
+def compare(case: str) -> tuple[float, float]:
+    """Two steps; the largest difference of a weight, and of a weight of stacked experts."""
+    _, name, sizes, options = CASES[case]
+    build = zoo.build("qwen3_moe", **sizes) if "num_experts" in sizes else tiny_qwen3(**sizes)
+    plain = build if name == "adamw8bit" else build.double()
+    sharded = copy.deepcopy(plain)
+    shard_model(sharded, build_mesh(2 if case == "muon, replicas" else 1), compute_dtype=plain.dtype, **SHARDING)
+    clip = 0.0 if name == "adamw8bit" else CLIP  # a norm that differs in its last bit may change codes
+    config = OptimConfig(optimizer=name, lr=LR, weight_decay=DECAY, clip_grad=clip, **options)
+    optimizer = Optimizer(sharded, config, total_steps=10, fp16=False)
+    stock: list[torch.optim.Optimizer] = []
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        for p, own in zip(plain.parameters(), sharded.parameters(), strict=True):
+            gradient = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
+            own.grad = own_gradient(p.grad, own)
+        nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
+        optimizer.clip()
+        optimizer.step()
+        stock = stock or references(plain, name)
+        with torch.compiler.set_stance("force_eager"):
+            for reference in stock:
+                reference.step()
+    found, experts = full_state(sharded), [0.0]
+    differences = {n: (p - found[n]).abs().max().item() for n, p in plain.named_parameters()}
+    experts += [differences.pop(n) for n, p in plain.named_parameters() if p.ndim == 3]
+    return max(differences.values()), max(experts)
+
+
+def own_gradient(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    assert isinstance(like, DTensor)
+    part = own_part(whole, like).clone()
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+@pytest.mark.parametrize("case", only(["adamw", "muon", "muon, experts", "adamw8bit", "sgd", "a user's"], CASES))
+def test_steps_on_shards_are_those_of_torch_on_the_whole_model(case: str) -> None:
+    for difference, of_experts in spawn(CASES[case][0], compare, case):
+        assert difference < 1e-12
+        # torch computes with mm and this package with bmm, in bfloat16: of updates of size 0.2 lr, some roundings
+        assert of_experts < 2 * LR * 0.2 * 10 / 2**8
+
+
+RESUMED = {"muon": {}, "adamw8bit": {"lr": 1e-3}, "sgd": {"sgd_momentum": 0.9}, f"{__name__}:nadam": {}}
+
+
+def state(backend: FSDPBackend) -> dict[str, torch.Tensor]:
+    return full_state(backend.model) | {f"optimizer.{n}": full(t) for n, t in backend._optimizer.tensors().items()}
+
+
+def train(backend: FSDPBackend, steps: range) -> None:
+    for seed in steps:
+        backend.train_step(packs_of_this_rank(samples(8, seed=seed), 96), LOSSES["grpo"], LossConfig())
+
+
+def interrupted(checkpoint: str, folder: str) -> tuple[list[str], dict[str, dict[str, torch.Tensor]]]:
+    """The optimizers whose run differs after a resume, and the state that was saved, by optimizer."""
+    differing, saved = [], {}
+    for name, options in RESUMED.items():
+        values = {"optimizer": name, "lr_decay_style": "cosine"} | options
+        checkpoints = CheckpointFolder(Path(folder) / name, keep_last=1)
+        one = FSDPBackend(config(checkpoint, **values), total_steps=10)
+        train(one, range(2))
+        checkpoints.write(2, lambda path, one=one: one.save(path, 2))
+        saved[name] = state(one)
+        one.offload()
+        one.onload()
+        train(one, range(2, 4))
+        other = FSDPBackend(config(checkpoint, **values), total_steps=10)
+        latest = checkpoints.latest()
+        assert latest is not None
+        other.load(latest)
+        if not same(state(other), saved[name]):
+            differing.append(f"{name}: loaded")
+        train(other, range(2, 4))
+        if not same(state(other), state(one)):
+            differing.append(f"{name}: two steps later")
+    return differing, saved
+
+
+def loaded(checkpoint: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, options in RESUMED.items():
+        values = {"optimizer": name, "lr_decay_style": "cosine"} | options
+        backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
+        latest = CheckpointFolder(Path(folder) / name, keep_last=1).latest()
+        assert latest is not None
+        backend.load(latest)
+        found[name] = state(backend)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_other_numbers_of_ranks_load_the_same_state(
+    tmp_path,
+) -> None:
+    checkpoint = str(save_tiny_checkpoint(tmp_path / "model", **SQUARE))
+    ranks = spawn(2, interrupted, checkpoint, str(tmp_path / "run"))
+    assert [differing for differing, _ in ranks] == [[], []]
+    saved = ranks[0][1]
+    assert saved["adamw8bit"]["optimizer.model.layers.0.mlp.up_proj.weight.exp_avg.codes"].dtype == torch.uint8
+    [found] = spawn(1, loaded, checkpoint, str(tmp_path / "run"))
+    for name in RESUMED:
+        assert same(found[name], saved[name]), name
+
+
+def test_a_function_that_cannot_be_called_is_refused_by_name() -> None:
+    for name, reason in [(f"{__name__}:samples_", "samples_"), (f"{__name__}:adamw_of", "takes")]:
+        with pytest.raises(ConfigError, match=f"--optimizer {name}.*{reason}"):
+            find_optimizer(OptimConfig(optimizer=name))

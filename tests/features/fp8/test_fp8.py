@@ -1,0 +1,141 @@
+"""Training in 8-bit floats, emulated on a CPU, against torchao's own conversion of the plain model."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+from transformers import AutoModelForCausalLM
+
+from fsdptrain import platform
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.fp8.feature import Fp8Feature
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.types import LossConfig
+from fsdptrain.vllm.options import engine_options
+from tests import zoo
+from tests.distributed.lora_cases import objective
+from tests.distributed.sharded import full_state
+from tests.distributed.test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples
+from tests.tensors import load_files, same
+from tests.testing import save_tiny_checkpoint, spawn
+
+Gradients = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("qwen3")))
+
+
+def backend_of(checkpoint: str, **values: Any) -> FSDPBackend:
+    return FSDPBackend(config(checkpoint, rollout_temperature=1.0, **{"fp8": ["training"], **values}), total_steps=10)
+
+
+def converted(model: torch.nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+
+
+def gradients_of_one_sample(checkpoint: str, recipe: str) -> tuple[Gradients, list[str]]:
+    backend = backend_of(checkpoint, fp8_recipe=recipe)
+    found = keep_gradients(backend._optimizer)
+    backend.train_step(packs_of_this_rank(samples(1), 128), objective, LossConfig())
+    return found, converted(backend.model)
+
+
+def plain_gradients(checkpoint: str, recipe: str | None) -> tuple[Gradients, list[str]]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    if recipe is not None:
+        options = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        convert_to_float8_training(model.model.layers, config=options)
+    [sample] = samples(1)
+    tokens, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask[1:])
+    logprobs = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+    values = logprobs.gather(1, tokens[1:, None])[:, 0]
+    (values * tokens[1:].sin())[mask].sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, converted(model)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_gradients_are_those_of_torchao(checkpoint: str, recipe: str) -> None:
+    [(found, layers)] = spawn(1, gradients_of_one_sample, checkpoint, recipe)
+    torchao, of_torchao = plain_gradients(checkpoint, recipe)
+    stock, _ = plain_gradients(checkpoint, None)
+    assert layers == of_torchao
+    assert "lm_head" not in layers
+    assert len(layers) == 14
+    assert found.keys() == torchao.keys() == stock.keys()
+    for name in stock:
+        of_fp8 = (torchao[name] - stock[name]).norm()
+        assert of_fp8 > 0.003 * stock[name].norm(), name
+        assert (found[name] - torchao[name]).norm() < 0.3 * of_fp8, name  # another sum may cross a rounding
+
+
+def run(checkpoint: str, folder: str) -> tuple[bool, bool, list[str]]:
+    """Whether a resumed run and the export equal the run, and the layers in 8 bits."""
+    values = {"fp8_skip": ["down_proj"], "gradient_checkpointing": True}
+    one, checkpoints = backend_of(checkpoint, **values), CheckpointFolder(Path(folder) / "c", keep_last=1)
+
+    def train(backend: FSDPBackend, seeds: range) -> None:
+        for seed in seeds:
+            backend.train_step(packs_of_this_rank(samples(8, seed=seed), 96), objective, LossConfig())
+
+    train(one, range(2))
+    checkpoints.write(2, lambda path: one.save(path, 2))
+    train(one, range(2, 4))
+    other, latest = backend_of(checkpoint, **values), checkpoints.latest()
+    assert latest is not None
+    other.load(latest)
+    train(other, range(2, 4))
+    one.export(Path(folder) / "hf")
+    own = full_state(one.model)
+    exported = {name: t for name, t in load_files(Path(folder) / "hf").items() if name in own}
+    return same(full_state(other.model), own), same(exported, own), converted(one.model)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_run_resumes_bitwise_and_exports_stock_weights(checkpoint: str, tmp_path: Path) -> None:
+    for resumed, exported, layers in spawn(2, run, checkpoint, str(tmp_path)):
+        assert resumed
+        assert exported
+        assert len(layers) == 12
+        assert not any(name.endswith("down_proj") for name in layers)
+
+
+def layers_of(checkpoint: str, values: dict[str, Any]) -> list[str] | str:
+    try:
+        return converted(backend_of(checkpoint, **values).model)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_routers_and_layers_of_odd_sizes_stay_and_a_name_without_layer_is_refused(checkpoint, tmp_path) -> None:
+    zoo.build("qwen3_moe", hidden_size=64).save_pretrained(tmp_path / "moe")
+    save_tiny_checkpoint(tmp_path / "odd", intermediate_size=120)
+    [layers] = spawn(1, layers_of, str(tmp_path / "moe"), {})
+    assert layers
+    assert all("self_attn" in name for name in layers)
+    [layers] = spawn(1, layers_of, str(tmp_path / "odd"), {})
+    assert len(layers) == 8
+    [message] = spawn(1, layers_of, checkpoint, {"fp8_skip": ["dwn_proj"]})
+    assert message == "--fp8-skip dwn_proj: no linear layer of Qwen3ForCausalLM has this name"
+
+
+def test_a_gpu_without_products_of_8_bit_floats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(ConfigError, match=r"--fp8 training needs a GPU of compute capability 8.9 .* has 8.6"):
+        Fp8Feature.check(Config(hf_checkpoint="x", fp8=["training"]))
+
+
+def test_rollouts_in_fp8_are_the_quantization_of_vllm() -> None:
+    values = Config(hf_checkpoint="x", fp8=["training", "rollout"], rollout_engine="vllm")
+    assert engine_options(values, on_gpu=True)["quantization"] == "fp8"
+    assert values.inexact_engine == "--fp8 training rollout"
+    with pytest.raises(ConfigError, match="--fp8 rollout needs a GPU"):
+        engine_options(values, on_gpu=False)
