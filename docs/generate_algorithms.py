@@ -46,7 +46,7 @@ WHEN = {  # when to use an algorithm
     "reinforce++_baseline": "Few samples per prompt: advantages are scaled over the whole batch.",
     "max_rl": "Hard prompts that are rarely solved, with rewards of 0 and 1.",
     "opo": "Strictly on-policy, with responses of very different lengths.",
-    "sft": "Supervised training on prompts and labels, without rollouts.",
+    "sft": "Supervised training without rollouts, see [sft.md](sft.md).",
 }
 
 HEAD = """\

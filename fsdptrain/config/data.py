@@ -25,7 +25,8 @@ class DataConfig(Section):
     prompt_split: str = "train"
     """Training split of a `datasets` data set."""
     input_key: Annotated[str, COLUMN] = "prompt"
-    """Column of the prompt: a string or a list of chat messages."""
+    """Column of the prompt: a string or a list of chat messages. For more forms with `--algorithm sft`, see
+    docs/sft.md."""
     label_key: Annotated[str, COLUMN] = "label"
     """Column of the reference answer; with `--algorithm sft`, of the response: a string or the messages of a
     conversation."""
@@ -98,7 +99,9 @@ class RewardConfig(Section):
     as <score>7</score> or {"score": 7}. Default: see docs/rewards.md."""
     judge_max_score: Annotated[float, _JUDGE] = Field(default=10.0, gt=0.0)
     """Highest score of the rubric, which is the reward 1; 0 is the reward 0."""
-    pass_threshold: Annotated[float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS)] = 1.0
+    pass_threshold: Annotated[
+        float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS), GENERATES
+    ] = 1.0
     """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:

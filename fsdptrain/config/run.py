@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 LOGGER_NAMES = ("console", "wandb", "trackio")
+_OF_EVALUATIONS = (Requires("eval_interval"), IdleWith("eval_size=0"), GENERATES)
 _RESTARTS = "a restart resumes from a checkpoint, set --save-interval and --keep-last above 0"
 
 
@@ -42,15 +43,11 @@ class RunConfig(Section):
     """Export the trained model to output_dir/hf at the end, for from_pretrained."""
     eval_interval: Annotated[int, IdleWith("eval_size=0")] = Field(default=20, ge=0)
     """Rollouts between evaluations; also runs before the first and after the last rollout. 0: never."""
-    n_samples_per_eval_prompt: Annotated[int, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(
-        default=1, ge=1
-    )
+    n_samples_per_eval_prompt: Annotated[int, *_OF_EVALUATIONS] = Field(default=1, ge=1)
     """Completions per evaluation prompt; reports pass@k for each power of two up to this number."""
-    eval_temperature: Annotated[float, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(
-        default=1.0, ge=0.01, le=100.0
-    )
+    eval_temperature: Annotated[float, *_OF_EVALUATIONS] = Field(default=1.0, ge=0.01, le=100.0)
     """Sampling temperature of evaluations."""
-    eval_greedy: Annotated[bool, Requires("eval_interval"), IdleWith("eval_size=0")] = False
+    eval_greedy: Annotated[bool, *_OF_EVALUATIONS] = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
     verify_weight_sync: Literal["every", "first", "off"] | None = None
     """Check after every weight sync, or the first one, that the engine holds the trainer's weights and computes the

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,12 @@ class PromptStream:
         max_prompt_len: int | None = None,
         curriculum: "PassRates | None" = None,
         processor: PromptProcessor | None = None,
+        make: Callable[..., Prompt] | None = None,
     ) -> None:
-        check_template(tokenizer, data)
+        """Create a stream. make: (row, prompt_id=) -> prompt, in place of tokenizing the row as a prompt."""
+        if make is None:
+            check_template(tokenizer, data)
+            make = partial(make_prompt, tokenizer=tokenizer, data=data, processor=processor)
         self.rows = rows
         self.tokenizer = tokenizer
         self.data = data
@@ -67,6 +71,7 @@ class PromptStream:
         self.seed = rollout.seed
         self.curriculum = curriculum
         self.processor = processor  # None: text-only prompts
+        self._make_prompt = make
         self.epoch = 0  # completed epochs
         self.position = 0  # rows visited in this epoch
         self.num_too_long = 0
@@ -175,7 +180,7 @@ class PromptStream:
 
     def _make(self, epoch: int, row: Row) -> Prompt:
         prompt_id = f"{row.id}@{epoch}" if epoch else row.id
-        return make_prompt(row, self.tokenizer, data=self.data, prompt_id=prompt_id, processor=self.processor)
+        return self._make_prompt(row, prompt_id=prompt_id)
 
     def _raise_none_left(self) -> None:
         too_long, held_out = (min(count, len(self.rows)) for count in self._num_unusable)
@@ -220,7 +225,7 @@ def make_prompt(
     processor: PromptProcessor | None = None,
 ) -> Prompt:
     """Tokenize a row. Special tokens come from either the template or the tokenizer, never from both."""
-    system_prompt = _system_prompt(data)
+    system_prompt = system_prompt_of(data)
     images: Images | None = None
     if processor is not None:
         from fsdptrain.data.images import read_images
@@ -231,9 +236,7 @@ def make_prompt(
         text = _render_chat(as_messages(row.prompt), tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
-        text = _plain_text(row, system_prompt)
-        has_bos = tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token))
-        token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+        token_ids = plain_tokens(_plain_text(row, system_prompt), tokenizer)
     if not token_ids:
         raise DataError(f"--input-key {data.input_key}: row {row.id} is an empty prompt")
     return Prompt(
@@ -245,6 +248,12 @@ def make_prompt(
         images=images,
         source=row.prompt,
     )
+
+
+def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenize text without a template. The tokenizer adds its special tokens, unless the text begins with BOS."""
+    has_bos = tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token))
+    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
@@ -261,7 +270,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None
             )
 
 
-def _system_prompt(data: DataConfig) -> str:
+def system_prompt_of(data: DataConfig) -> str:
     if data.system_prompt != "auto":
         return data.system_prompt
     return ANSWER_TAGS_PROMPT if data.prompt_data.startswith(GENERATOR) else ""

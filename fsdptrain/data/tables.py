@@ -1,12 +1,13 @@
 """Rows of tables: JSONL and parquet files, `datasets` by name or folder, lists of mappings, environments."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdptrain.config import DataConfig
+from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.images import as_images
 from fsdptrain.data.rows import Row, Rows, Table
 from fsdptrain.data.sources import first_line
@@ -14,15 +15,24 @@ from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
 from fsdptrain.types import Message
 
+ReadRow = Callable[[Mapping[str, Any], str], Row]  # (values by column, id of the row)
 _NO_TOOLS = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
-def load_table_rows(name: str, options: dict[str, Any], data: DataConfig, *, flag: str, image_key: str | None) -> Rows:
+def load_table_rows(
+    name: str,
+    options: dict[str, Any],
+    data: DataConfig,
+    *,
+    flag: str,
+    image_key: str | None,
+    sft: SftConfig | None = None,
+) -> Rows:
     """Load the table `name`: a file, a folder, or a data set of the hub. options: of `datasets.load_dataset`."""
     table, path = _load_table(name, options, flag=flag), Path(name)
     name = path.name if path.exists() else name
-    return as_rows(table, data, name=name, flag=flag, folder=_folder_of(path), image_key=image_key)
+    return as_rows(table, data, name=name, flag=flag, folder=_folder_of(path), image_key=image_key, sft=sft)
 
 
 def as_rows(
@@ -33,52 +43,81 @@ def as_rows(
     flag: str = "--prompt-data",
     folder: Path = Path(),
     image_key: str | None = None,
+    sft: SftConfig | None = None,
 ) -> Rows:
     """Return rows of a list of `Row`, or of mappings with the columns in `data` (`label_key` "": no labels).
 
-    `folder` is the base directory of image files, `image_key` the column of images.
+    `folder` is the base directory of image files, `image_key` the column of images. sft: the rows are supervised data
+    and may have any of its forms.
     """
     if len(dataset) == 0:
         raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
     first = _read(dataset, 0, name)
     if isinstance(first, Row):
         return dataset  # type: ignore[return-value]  # a sequence of Row by its first element
+    read = row_reader(first, data, where=f"{flag} {name}", folder=folder, image_key=image_key, sft=sft)
+    return _TableRows(dataset, name, read)  # type: ignore[arg-type]
+
+
+def row_reader(
+    first: Mapping[str, Any],
+    data: DataConfig,
+    *,
+    where: str,
+    folder: Path = Path(),
+    image_key: str | None = None,
+    sft: SftConfig | None = None,
+) -> ReadRow:
+    """Return the function that converts the rows of a table, whose first row is `first`. Checks the columns."""
+    if sft is not None and image_key is None:
+        from fsdptrain.data.sft_forms import form_reader
+
+        read = form_reader(first, data, sft, where=where)
+        if read is not None:
+            return read
     for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
-        _check_column(option, column, first, where=f"{flag} {name}")
+        _check_column(option, column, first, where=where)
     if data.metadata_key is not None:
-        _check_column("--metadata-key", data.metadata_key, first, where=f"{flag} {name}")
+        _check_column("--metadata-key", data.metadata_key, first, where=where)
     if image_key is not None:
-        _check_column("--image-key", image_key, first, where=f"{flag} {name}")
-    keys = (data.input_key, data.label_key, data.metadata_key, image_key)
-    return _TableRows(dataset, name, *keys, folder)  # type: ignore[arg-type]
+        _check_column("--image-key", image_key, first, where=where)
+    return _Columns(data.input_key, data.label_key, data.metadata_key, image_key, folder)
 
 
 def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
     """Return the rows of an environment: mappings with prompt, optional label and optional metadata."""
     if len(dataset) == 0:
         raise DataError("--prompt-data environment has no rows: the environment's dataset() is empty")
-    table = _TableRows(dataset, "environment", "prompt", "label", "metadata")
     _check_column("dataset()", "prompt", dataset[0], where="--prompt-data environment")
-    return table
+    return _TableRows(dataset, "environment", _Columns("prompt", "label", "metadata"))
 
 
 @dataclass(frozen=True)
 class _TableRows:
-    """Rows of a table by column names. `label_key` "": no labels. `metadata_key` None: all columns but images."""
+    """Rows of a table."""
 
     table: Table
     name: str
+    read: ReadRow
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.read(_read(self.table, index, self.name), f"{self.name}:{index}")
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Converts rows by column names. `label_key` "": no labels. `metadata_key` None: all columns but images."""
+
     input_key: str
     label_key: str
     metadata_key: str | None
     image_key: str | None = None
     folder: Path = Path()
 
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> Row:
-        values, row_id = _read(self.table, index, self.name), f"{self.name}:{index}"
+    def __call__(self, values: Mapping[str, Any], row_id: str) -> Row:
         if str(values.get("tools")).strip() not in _NO_TOOLS and self.metadata_key != "tools":
             raise DataError(
                 f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "

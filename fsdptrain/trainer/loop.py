@@ -21,11 +21,12 @@ from fsdptrain.protocols import RewardFunction
 from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
-from fsdptrain.trainer.components import Components, build_components, log, loss_config
+from fsdptrain.trainer.components import Components, build_components, log
 from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
+from fsdptrain.trainer.rules import loss_config
 from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.run_lock import lock_folder
 from fsdptrain.trainer.samples.source import RolloutBatch
@@ -50,6 +51,8 @@ class Trainer:
         reward: RewardFunction | None = None,
         dataset: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
+        if reward is not None and not config.generates:
+            raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft without --sft-eval-generate")
         self.config = config if dataset is None else _with_own_data(config)
         self._reward = reward
         self._dataset = dataset
@@ -169,7 +172,7 @@ class TrainingLoop:
         self._phases.seconds["idle"] = max(0.0, self._phases.seconds["collect"] - busy)
         if rollout.results is not None:  # after `raise_on_all_ranks`: it is collective
             kept = scale_over_batch(kept, self._advantages, metrics.reduce_sums)
-        return replace(rollout, samples=kept, num_dropped=dropped)
+        return replace(rollout, samples=kept, num_dropped=rollout.num_dropped + dropped)
 
     def _pack(self, rollout: RolloutBatch) -> list[StepBatches]:
         samples = all_sequences(rollout.samples)

@@ -129,6 +129,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "mask_offpolicy_in_partial_rollout": ahead,
         "fp16": ["--no-bf16"],
         "probe": ["--dry-run"],
+        "sft_eval_generate": ["--algorithm", "sft"],
         "use_opsm": ["--global-batch-size", "64"],
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
         "megatron_sequence_parallel": ["--backend", "megatron", "--megatron-tensor-parallel", "2"],
