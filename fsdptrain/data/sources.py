@@ -32,13 +32,13 @@ def load_rows(
     sft: options of supervised data; None for prompts.
     Raises ConfigError for an unknown task, parameter or option, and DataError for unreadable data.
     """
-    name, _, query = data.prompt_data.partition("?")
-    options = _parse_options(query, flag=flag)
+    name, _, query = data.data_name.partition("?")
+    options = parse_options(query, flag=flag)
     if name.startswith(GENERATOR):
         return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": data.data_size, **options}, flag=flag)
     from fsdptrain.data.tables import load_table_rows
 
-    return load_table_rows(name, {"split": data.prompt_split, **options}, data, flag=flag, image_key=image_key, sft=sft)
+    return load_table_rows(name, options, data, flag=flag, image_key=image_key, sft=sft)
 
 
 class _GeneratedRows:
@@ -78,7 +78,7 @@ def _generate(task: str, options: dict[str, Any], *, flag: str) -> Rows:
     return _GeneratedRows(task, dataset)
 
 
-def _parse_options(query: str, *, flag: str) -> dict[str, Any]:
+def parse_options(query: str, *, flag: str) -> dict[str, Any]:
     """Parse `a=1&b=[x,y]`, with YAML values."""
     options: dict[str, Any] = {}
     for part in filter(None, query.split("&")):

@@ -1,10 +1,11 @@
-"""Rows of tables: JSONL and parquet files, `datasets` by name or folder, lists of mappings, environments."""
+"""Rows of tables: files, folders and hub data sets, read by `datasets`; lists of mappings, environments."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
@@ -15,9 +16,13 @@ from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
 from fsdptrain.types import Message
 
+if TYPE_CHECKING:
+    import datasets
+
 ReadRow = Callable[[Mapping[str, Any], str], Row]  # (values by column, id of the row)
 _NO_TOOLS = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+COLUMN_OPTIONS = ("input_key", "label_key")  # after the ?, of one source
 
 
 def load_table_rows(
@@ -29,10 +34,21 @@ def load_table_rows(
     image_key: str | None,
     sft: SftConfig | None = None,
 ) -> Rows:
-    """Load the table `name`: a file, a folder, or a data set of the hub. options: of `datasets.load_dataset`."""
-    table, path = _load_table(name, options, flag=flag), Path(name)
+    """Load the table `name`: a file, a folder, or a data set of the hub.
+
+    options: of `datasets.load_dataset`, and the names of columns, which override those of `data`.
+    """
+    data, options = split_options(data, options)
+    table, path = load_table(name, options, data, flag=flag), Path(name)
     name = path.name if path.exists() else name
-    return as_rows(table, data, name=name, flag=flag, folder=_folder_of(path), image_key=image_key, sft=sft)
+    return as_rows(table, data, name=name, flag=flag, folder=folder_of(path), image_key=image_key, sft=sft)
+
+
+def split_options(data: DataConfig, options: Mapping[str, Any]) -> tuple[DataConfig, dict[str, Any]]:
+    """Return `data` with the columns that `options` name, and the other options."""
+    columns = {name: str(value) for name, value in options.items() if name in COLUMN_OPTIONS}
+    others = {name: value for name, value in options.items() if name not in columns}
+    return data.model_copy(update=columns), others
 
 
 def as_rows(
@@ -139,7 +155,7 @@ def _read(table: Any, index: int, name: str) -> Any:
         raise DataError(f"row {name}:{index}, counted from 0, is not text in UTF-8: {error}") from error
 
 
-def _folder_of(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
@@ -180,9 +196,9 @@ def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: st
         )
 
 
-def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
+def load_table(name: str, options: dict[str, Any], data: DataConfig, *, flag: str, streaming: bool = False) -> Any:
+    """Load a `datasets.Dataset`. streaming: an IterableDataset, which is read while it is iterated."""
     import datasets  # lazy: takes 1 s
-    from datasets.exceptions import DatasetsError
 
     path = Path(name)
     is_file = path.suffix in FILE_FORMATS
@@ -190,21 +206,37 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
         raise DataError(f"{flag} {name}: file not found")
     if path.is_file() and not is_file:
         raise DataError(f"{flag} {name}: its name must end in {', '.join(FILE_FORMATS)}; convert it with `datasets`")
+    known = () if is_file else ("name", "split", "revision", "data_dir")
     for option in options:
-        if option not in ("name", "split", "revision", "data_dir"):
-            raise ConfigError(f"{flag} {name}: no option {option!r}; it takes name, split, revision, data_dir")
-    try:
+        if option not in known:
+            takes = ", ".join((*known, *COLUMN_OPTIONS))
+            raise ConfigError(f"{flag} {name}: no option {option!r}; it takes {takes}")
+    with readable(name, flag):
         if is_file:
             if path.stat().st_size == 0:
                 raise DataError(f"{flag} {name} has no rows: the file is empty")
-            if path.suffix != ".parquet":
+            form = FILE_FORMATS[path.suffix]
+            if form == "json":
                 _check_begin(path, where=f"{flag} {name}")
             datasets.disable_progress_bars()  # reading a local file is fast
-            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
+            return datasets.load_dataset(form, data_files=name, split="train", streaming=streaming)
+        options = {"split": data.prompt_split, **options}
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            return _load_saved(path, options["split"])
-        return datasets.load_dataset(name, **options)
+            saved = _load_saved(path, options["split"])
+            return saved.to_iterable_dataset() if streaming else saved
+        return datasets.load_dataset(name, **options, streaming=streaming)
+
+
+@contextmanager
+def readable(name: str, flag: str = "--prompt-data") -> Iterator[None]:
+    """Raise the errors of `datasets` as DataError, in one line."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
     except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
+        if isinstance(error, ConfigError):
+            raise
         cause = error.__cause__ or error
         raise DataError(f"{flag} {name} cannot be read: {first_line(cause)}") from error
 
@@ -224,7 +256,7 @@ def _check_begin(path: Path, *, where: str) -> None:
         return
 
 
-def _load_saved(path: Path, split: str) -> Table:
+def _load_saved(path: Path, split: str) -> "datasets.Dataset":
     """Load a directory of `save_to_disk`: one data set, or one per split."""
     import datasets
 

@@ -19,7 +19,8 @@ from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.checks import is_valid
-from fsdptrain.data.prompts import PromptStream, make_prompt
+from fsdptrain.data.prompts import make_prompt
+from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.feature import Features, check_features, load_features
@@ -82,7 +83,7 @@ class Components:
     engine: RolloutEngine | None  # None: the run never generates
     weight_sync: WeightSync | None  # None: the run has no engine
     waits: Waits
-    stream: PromptStream
+    stream: PromptSource
     source: SampleSource
     timeline: Timeline
     evaluation: "Evaluation | LossEvaluation | None"
@@ -264,10 +265,10 @@ def open_rewards(
     with raise_on_all_ranks(ConfigError, "--reward"):
         rewards = build_parallel(config, reward)
         stack.callback(rewards.close)
-        prompts, stream = [*data.prompts[:1]], data.stream
+        prompts = [*data.prompts[:1]]
         if config.algorithm.algorithm != "sft":  # else only evaluations compute rewards
-            first = make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
-            prompts.insert(0, first)
+            part = data.stream.parts[0]
+            prompts.insert(0, make_prompt(part.first_row(), part.tokenizer, data=part.data, processor=part.processor))
         if environment is not None:
             episode = Episode((), None, done=True)
             prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
@@ -325,7 +326,8 @@ def build_samples_of(config: Config, tokenizer: PreTrainedTokenizerBase, data: R
     from fsdptrain.trainer.samples.sft import check_first_rows
 
     builder = SampleBuilder.of(config, tokenizer)
-    check_first_rows(data.stream, builder)
+    for part in data.stream.parts:
+        check_first_rows(part, builder)
     return builder
 
 
@@ -342,7 +344,7 @@ def loss_evaluation(
 
 def build_source(
     config: Config,
-    stream: PromptStream,
+    stream: PromptSource,
     builder: "SampleBuilder | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,

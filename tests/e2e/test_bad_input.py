@@ -94,6 +94,15 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (file_as_folder, ["--output-dir"]),
     (flags("--rollout-max-prompt-len", "3"), ["--rollout-max-prompt-len"]),
     (flags("--liger"), ["--liger needs"]),
+    (
+        flags("--prompt-data", "a.jsonl=0.7", "b.jsonl"),
+        ["--prompt-data b.jsonl: each of several sources needs a weight"],
+    ),
+    (
+        flags("--prompt-data", "reasoning_gym:spell_backward=1", "x.csv=1"),
+        ["scores reasoning_gym:<task> data only", "x.csv"],
+    ),
+    (flags("--prompt-data-streaming"), ["--prompt-data-streaming has no effect on --prompt-data reasoning_gym:"]),
     (flags("--resume", "nowhere/step_3"), ["--resume", "nowhere"]),
 ]
 

@@ -9,17 +9,16 @@ import torch.distributed as dist
 
 from fsdptrain.config import Config
 from fsdptrain.data.chat import special_tokens
-from fsdptrain.data.prompts import PromptStream
+from fsdptrain.data.prompts import MOST_UNUSABLE, PromptStream
 from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder
 from fsdptrain.data.sft_forms import UnusableRowError
+from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import DataError, RolloutError
 from fsdptrain.trainer.samples.source import RolloutBatch, images_of, own_share
 from fsdptrain.types import Prompt, Sample
 
 log = logging.getLogger(__name__)
-
-MOST_UNUSABLE = 1000  # rows in a row
 
 
 @dataclass
@@ -45,14 +44,14 @@ class Refusals:
 class SftSource:
     """Draws rows from a stream, and builds samples of them. Skips and counts rows that cannot be trained on."""
 
-    stream: PromptStream
+    stream: PromptSource
     builder: SampleBuilder
     num_samples: int  # of an optimizer step, of all ranks
     in_flight: bool = False
     _warned: set[str] = field(init=False, default_factory=set)  # kinds of refusals
 
     @classmethod
-    def of(cls, config: Config, stream: PromptStream, builder: SampleBuilder) -> "SftSource":
+    def of(cls, config: Config, stream: PromptSource, builder: SampleBuilder) -> "SftSource":
         return cls(stream, builder, num_samples=config.samples_per_rollout)
 
     def run_ahead(self, step: int) -> None:
@@ -73,15 +72,15 @@ class SftSource:
             found = sum(gather(found), Refusals())
             in_a_row = in_a_row + found if found.counts.total() == missing else Refusals()
             if in_a_row.counts.total() >= MOST_UNUSABLE:
-                raise in_a_row.none_usable(self.stream.data.prompt_data)
+                raise in_a_row.none_usable(self.stream.name)
             samples, drawn, refused = samples + made, drawn + asked, refused + found
         self._warn(refused)
-        self.stream.num_too_long += refused.counts[LONG_PROMPT]
+        self.stream.count_too_long(refused.counts[LONG_PROMPT])
         unusable = refused.counts.total() - refused.counts[LONG_PROMPT] - refused.counts[OVERLONG]
         return RolloutBatch(
             samples,
             num_dropped=refused.counts[OVERLONG] if dist.get_rank() == 0 else 0,
-            metrics={"progress/unusable_rows": float(unusable)},
+            metrics={"progress/unusable_rows": float(unusable)} | self.stream.metrics(),
             images=images_of(drawn),
         )
 
@@ -108,7 +107,7 @@ def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
     while True:
         [prompt] = stream.next(1)
         if stream.epoch or refused.counts.total() == MOST_UNUSABLE:
-            raise refused.none_usable(stream.data.prompt_data)
+            raise refused.none_usable(stream.name)
         samples, found = build_samples(builder, [prompt])
         if samples:
             break
