@@ -19,10 +19,11 @@ from fsdptrain import platform
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.flags import resolve
 from fsdptrain.config.recipe import read_recipe
+from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompts
 from fsdptrain.data.rows import content_hash
-from fsdptrain.data.sft import sft_sample
+from fsdptrain.data.sft import SampleBuilder, sft_sample, untokenized
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.tables import as_rows
 from fsdptrain.fsdp.checkpoint import read_state
@@ -103,6 +104,33 @@ def rows(folder: Path) -> Target:
 
     mapping = changed(ROW).filter(lambda row: isinstance(row, dict))
     return Target(st.lists(mapping | changed(CHAT).filter(lambda row: isinstance(row, dict)), max_size=2), check)
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
+TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+SUPERVISED = [
+    {"messages": [*TURNS, {"role": "tool", "content": "1"}], "tools": [CALL]},
+    {"conversations": [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "1"}], "system": "S"},
+    {"instruction": "Add.", "input": "1", "output": "1"},
+    {"prompt": TURNS[:1], "completion": [{"role": "assistant", "content": "1"}]},
+    {"text": "1"},
+]
+
+
+def supervised_rows(folder: Path) -> Target:
+    """Supervised rows in each form, with columns of any type."""
+    builder = SampleBuilder(tiny_tokenizer(), DataConfig(prompt_data="x"), "assistant", max_prompt_len=99)
+
+    def check(found: Any) -> None:
+        def read() -> None:
+            table = as_rows([found], builder.data, sft=SftConfig())
+            content_hash(table[0])
+            builder.build(untokenized(table[0]))
+
+        reads(read)
+
+    changes = st.one_of(*map(changed, SUPERVISED))
+    return Target(changes.filter(lambda row: isinstance(row, dict)), check)
 
 
 def row_files(folder: Path) -> Target:
@@ -366,7 +394,19 @@ def rank_variables(folder: Path) -> Target:
 TARGETS: dict[str, Callable[[Path], Target]] = {
     target.__name__: target
     for target in (
-        *(options, flags, recipes, queries, rows, row_files, config_files, generation_configs, indices, shards),
+        *(
+            options,
+            flags,
+            recipes,
+            queries,
+            rows,
+            supervised_rows,
+            row_files,
+            config_files,
+            generation_configs,
+            indices,
+            shards,
+        ),
         *(manifests, trainer_states, progress_files, run_configs, metrics, timelines, resumed_metrics),
         *(completions, descriptions, rank_variables),
     )

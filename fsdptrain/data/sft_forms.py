@@ -157,13 +157,13 @@ def _completion(values: Values, columns: tuple[str, ...]) -> tuple[Any, Any]:
     return before, Conversation([*before, *after], _as_tools(values.get("tools")), first=len(before))
 
 
-def _alpaca(values: Values, columns: tuple[str, ...]) -> tuple[Any, str]:
+def _alpaca(values: Values, _columns: tuple[str, ...]) -> tuple[Any, str]:
     """An instruction, an optional input and an output."""
-    instruction, output = (values.get(column) for column in columns)
-    if not isinstance(instruction, str) or not isinstance(output, str):
-        raise UnusableRowError("not text", "instruction and output must be text")
+    instruction, more, output = values.get("instruction"), values.get("input") or "", values.get("output")
+    if not (isinstance(instruction, str) and isinstance(more, str) and isinstance(output, str)):
+        raise UnusableRowError("not text", "instruction, input and output must be text")
     _refuse_tools(values)
-    content = "\n\n".join(filter(None, [instruction, values.get("input")]))
+    content = "\n\n".join(filter(None, [instruction, more]))
     messages = _with_system(values, [{"role": "user", "content": content}])
     return messages, output
 
@@ -206,11 +206,10 @@ def _as_message(message: Mapping[str, Any]) -> Message:
     if not isinstance(role, str):
         raise UnusableRowError("unknown role", f"a message has the role {role!r}")
     found = {"role": role, **known, "content": _plain_content(known.get("content"))}
-    if known.get("tool_calls"):
-        found["tool_calls"] = [_as_call(call) for call in known["tool_calls"]]
-    else:
-        found.pop("tool_calls", None)
-    return found
+    calls = found.pop("tool_calls", None) or []
+    if not isinstance(calls, list):
+        raise UnusableRowError("tool calls", f"tool_calls holds {calls!r:.60}, not a list")
+    return found | {"tool_calls": [_as_call(call) for call in calls]} if calls else found
 
 
 def _plain_content(content: Any) -> str:

@@ -153,3 +153,25 @@ def test_the_recipe_trains_on_rows_of_a_file(checkpoint, tmp_path) -> None:
     result = command.run(argv, tmp_path / "out")
     assert result.code == 0, result.err
     assert trained(metrics_of(tmp_path / "run"))[0]["progress/samples"] == 64
+
+
+def test_the_eval_command_computes_the_loss_of_a_supervised_run(checkpoint, tmp_path) -> None:
+    rows = [{"messages": chat} for chat in CHATS]
+    argv = flags(checkpoint, tmp_path, rows, num_rollout=1, eval_size=2, keep_last=1)
+    assert command.run(argv, tmp_path / "out").code == 0
+    folder = tmp_path / "run" / "checkpoints" / "step_00000001"
+    result = command.run(
+        ["eval", "--checkpoint", str(folder), "--output-dir", str(tmp_path / "eval")], tmp_path / "out"
+    )
+    assert result.code == 0, result.err
+    trained_loss = [row["eval/loss"] for row in metrics_of(tmp_path / "run") if "eval/loss" in row][-1]
+    assert metrics_of(tmp_path / "eval")[0]["eval/loss"] == pytest.approx(trained_loss, rel=1e-6)
+    assert "perplexity" in result.out
+
+
+def test_data_of_an_unknown_form_is_one_line(checkpoint, tmp_path) -> None:
+    result = command.run(flags(checkpoint, tmp_path, [{"question": "a", "answer": "b"}]), tmp_path / "out")
+    assert result.code == 2
+    last = result.err.strip().splitlines()[-1]
+    assert "rows.jsonl has none of the known forms of supervised data" in last
+    assert "its columns are question, answer; name the prompt and the response by --input-key and --label-key" in last
