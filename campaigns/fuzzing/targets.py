@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from campaigns.fuzzing.documents import broken, changed, damaged
 from campaigns.fuzzing.failures import LawError, reads
 from campaigns.fuzzing.options import check_values, command_lines, sets_of_options
+from campaigns.fuzzing.supervised import SUPERVISED, build_supervised
 from fsdptrain import platform
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.flags import resolve
 from fsdptrain.config.recipe import read_recipe
-from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompts
 from fsdptrain.data.rows import content_hash
-from fsdptrain.data.sft import SampleBuilder, sft_sample, untokenized
+from fsdptrain.data.sft import sft_sample
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.tables import as_rows
 from fsdptrain.fsdp.checkpoint import read_state
@@ -106,31 +106,10 @@ def rows(folder: Path) -> Target:
     return Target(st.lists(mapping | changed(CHAT).filter(lambda row: isinstance(row, dict)), max_size=2), check)
 
 
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
-TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-SUPERVISED = [
-    {"messages": [*TURNS, {"role": "tool", "content": "1"}], "tools": [CALL]},
-    {"conversations": [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "1"}], "system": "S"},
-    {"instruction": "Add.", "input": "1", "output": "1"},
-    {"prompt": TURNS[:1], "completion": [{"role": "assistant", "content": "1"}]},
-    {"text": "1"},
-]
-
-
 def supervised_rows(folder: Path) -> Target:
     """Supervised rows in each form, with columns of any type."""
-    builder = SampleBuilder(tiny_tokenizer(), DataConfig(prompt_data="x"), "assistant", max_prompt_len=99)
-
-    def check(found: Any) -> None:
-        def read() -> None:
-            table = as_rows([found], builder.data, sft=SftConfig())
-            content_hash(table[0])
-            builder.build(untokenized(table[0]))
-
-        reads(read)
-
     changes = st.one_of(*map(changed, SUPERVISED))
-    return Target(changes.filter(lambda row: isinstance(row, dict)), check)
+    return Target(changes.filter(lambda row: isinstance(row, dict)), lambda row: reads(lambda: build_supervised(row)))
 
 
 def row_files(folder: Path) -> Target:

@@ -99,6 +99,7 @@ def test_unusable_rows_are_skipped_and_counted_and_a_step_has_all_its_samples(ch
     assert one["progress/unusable_rows"] == two["progress/unusable_rows"] > 0
     assert one["loss/total"] == pytest.approx(two["loss/total"], rel=1e-5)
     assert "a row is skipped, and others like it: row rows.jsonl:" in result.err
+    assert "2 of the first 10 rows cannot be trained on, 1: row rows.jsonl:" in result.err
 
 
 def test_a_run_whose_rows_are_all_unusable_ends_before_the_model_is_loaded(tmp_path, checkpoint) -> None:

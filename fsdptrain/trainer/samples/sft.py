@@ -20,6 +20,8 @@ from fsdptrain.types import Prompt, Sample
 
 log = logging.getLogger(__name__)
 
+CHECKED = 100  # rows at the start
+
 
 @dataclass
 class Refusals:
@@ -35,9 +37,13 @@ class Refusals:
     def __add__(self, other: "Refusals") -> "Refusals":
         return Refusals(self.counts + other.counts, {**other.examples, **self.examples})
 
+    @property
+    def reasons(self) -> str:
+        """Number and an example of each kind, most frequent first."""
+        return "; ".join(f"{count}: {self.examples[kind]}" for kind, count in self.counts.most_common())
+
     def none_usable(self, data: str) -> DataError:
-        reasons = "; ".join(f"{count}: {self.examples[kind]}" for kind, count in self.counts.most_common())
-        return DataError(f"--prompt-data {data}: none of {self.counts.total()} rows can be trained on, {reasons}")
+        return DataError(f"--prompt-data {data}: none of {self.counts.total()} rows can be trained on, {self.reasons}")
 
 
 @dataclass
@@ -102,17 +108,22 @@ def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[li
 
 
 def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
-    """Raise DataError if none of the first 1,000 rows, or of all, can be trained on. Does not move the stream."""
-    state, refused = stream.state_dict(), Refusals()
-    while True:
+    """Warn if some of the first rows cannot be trained on, or if none of them trains a token that ends a turn.
+
+    Raises DataError if none of the first 1,000 rows, or of all, can be trained on. Does not move the stream.
+    """
+    state, samples, refused = stream.state_dict(), list[Sample](), Refusals()
+    while (tried := len(samples) + refused.counts.total()) < (CHECKED if samples else MOST_UNUSABLE):
         [prompt] = stream.next(1)
-        if stream.epoch or refused.counts.total() == MOST_UNUSABLE:
-            raise refused.none_usable(stream.name)
-        samples, found = build_samples(builder, [prompt])
-        if samples:
+        if stream.epoch:
             break
-        refused += found
+        made, found = build_samples(builder, [prompt])
+        samples, refused = samples + made, refused + found
+    if not samples:
+        raise refused.none_usable(stream.name)
     stream.load_state_dict(state)
-    trained = [token for token, m in zip(samples[0].token_ids, samples[0].loss_mask, strict=True) if m]
-    if not set(trained) & special_tokens(builder.tokenizer):
-        log.warning("row %s has no loss on a token that ends a turn: the model may not learn to stop", prompt.id)
+    if refused.counts:
+        log.warning("%d of the first %d rows cannot be trained on, %s", refused.counts.total(), tried, refused.reasons)
+    trained = {token for s in samples for token, m in zip(s.token_ids, s.loss_mask, strict=True) if m}
+    if not trained & special_tokens(builder.tokenizer):
+        log.warning("no row has a loss on a token that ends a turn: the model may not learn to stop")
