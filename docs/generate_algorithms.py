@@ -47,7 +47,7 @@ WHEN = {  # when to use an algorithm
     "max_rl": "Hard prompts that are rarely solved, with rewards of 0 and 1.",
     "opo": "Strictly on-policy, with responses of very different lengths.",
     "opd": "A stronger model of the same tokenizer exists: [distillation](distillation.md), denser than rewards.",
-    "sft": "Supervised training on prompts and labels, without rollouts.",
+    "sft": "Supervised training without rollouts, see [sft.md](sft.md).",
 }
 
 HEAD = """\

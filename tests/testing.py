@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -53,6 +53,23 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer with some merges and the special tokens of ChatML, without a chat template."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+    corpus = ["What is the sum? It is four, I think.\n\n", "Hello there! Hi! assistant user system\n", "The cat sat on"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False, min_frequency=1
+    )
+    backend.train_from_iterator(corpus * 20, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=special[0], eos_token="<|im_end|>", additional_special_tokens=special
+    )
 
 
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from campaigns.fuzzing.documents import broken, changed, damaged
 from campaigns.fuzzing.failures import LawError, reads
 from campaigns.fuzzing.options import check_values, command_lines, sets_of_options
+from campaigns.fuzzing.supervised import SUPERVISED, build_supervised
 from fsdptrain import platform
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.flags import resolve
@@ -103,6 +104,12 @@ def rows(folder: Path) -> Target:
 
     mapping = changed(ROW).filter(lambda row: isinstance(row, dict))
     return Target(st.lists(mapping | changed(CHAT).filter(lambda row: isinstance(row, dict)), max_size=2), check)
+
+
+def supervised_rows(folder: Path) -> Target:
+    """Supervised rows in each form, with columns of any type."""
+    changes = st.one_of(*map(changed, SUPERVISED))
+    return Target(changes.filter(lambda row: isinstance(row, dict)), lambda row: reads(lambda: build_supervised(row)))
 
 
 def row_files(folder: Path) -> Target:
@@ -366,7 +373,19 @@ def rank_variables(folder: Path) -> Target:
 TARGETS: dict[str, Callable[[Path], Target]] = {
     target.__name__: target
     for target in (
-        *(options, flags, recipes, queries, rows, row_files, config_files, generation_configs, indices, shards),
+        *(
+            options,
+            flags,
+            recipes,
+            queries,
+            rows,
+            supervised_rows,
+            row_files,
+            config_files,
+            generation_configs,
+            indices,
+            shards,
+        ),
         *(manifests, trainer_states, progress_files, run_configs, metrics, timelines, resumed_metrics),
         *(completions, descriptions, rank_variables),
     )

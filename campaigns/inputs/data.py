@@ -117,7 +117,6 @@ DATA_FILES: list[tuple[str, Prepare, tuple[str, ...]]] = [
     ("sft: message without role", sft(label=[{"content": "a"}]), ("rows.jsonl",)),
     ("sft: label ends with a question", sft(label=[USER]), ("rows.jsonl",)),
     ("sft: label too long", sft(label="a" * 9999), ("--max-tokens-per-gpu",)),
-    ("sft: one null label", sft(label=lambda i: None if i == 5 else "a"), ("label", "rows.jsonl:5")),
 ]
 
 

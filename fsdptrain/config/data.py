@@ -1,6 +1,8 @@
 """Sections of the data, the rewards and the environment."""
 
+import re
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -11,6 +13,7 @@ from fsdptrain.config.section import Names, Section
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _NO_PASS = "where nothing is evaluated, without --curriculum and --length-penalty: set --eval-interval, or remove it"
 
 
@@ -19,13 +22,19 @@ class DataConfig(Section):
 
     NAME = "data"
 
-    prompt_data: str = "reasoning_gym:gsm_symbolic"
-    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl or .parquet file, the name or directory of a `datasets` set, or
-    `environment` for the rows of --environment."""
+    prompt_data: Names = Field(default=["reasoning_gym:gsm_symbolic"], min_length=1)
+    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl, .json, .csv, .parquet or .arrow file, a folder or the name of a
+    `datasets` set, or `environment` for the rows of --environment. Several sources have weights: `a.jsonl=0.7 b=0.3`.
+    See docs/data.md."""
+    prompt_data_streaming: Annotated[bool, Excludes("curriculum")] = False
+    """Read --prompt-data in order while training, without downloading or indexing it first."""
+    prompt_data_buffer: Annotated[int, Requires("prompt_data_streaming")] = Field(default=1000, ge=1)
+    """Rows of a stream to shuffle together. [rows]"""
     prompt_split: str = "train"
     """Training split of a `datasets` data set."""
     input_key: Annotated[str, COLUMN] = "prompt"
-    """Column of the prompt: a string or a list of chat messages."""
+    """Column of the prompt: a string or a list of chat messages. For more forms with `--algorithm sft`, see
+    docs/sft.md."""
     label_key: Annotated[str, COLUMN] = "label"
     """Column of the reference answer; with `--algorithm sft`, of the response: a string or the messages of a
     conversation."""
@@ -45,17 +54,62 @@ class DataConfig(Section):
     data_size: int = Field(default=100_000, ge=1)
     """Rows to draw from an infinite generator such as reasoning-gym. [prompts]"""
 
+    @property
+    def data_name(self) -> str:
+        """--prompt-data, as one text."""
+        return " ".join(self.prompt_data)
+
+    @property
+    def sources(self) -> dict[str, tuple[str, float]]:
+        """Sources of --prompt-data: name -> (what to load, weight). One source has no name."""
+        if len(self.prompt_data) == 1:
+            return {"": (self.prompt_data[0], 1.0)}
+        found: dict[str, tuple[str, float]] = {}
+        for text in self.prompt_data:
+            spec, _, weight = text.rpartition("=")
+            short = spec.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition(":")[2]
+            short = short.removesuffix(PurePath(short).suffix) if PurePath(short).suffix in FILE_SUFFIXES else short
+            same = sum(name == short or name.startswith(f"{short}_") for name in found)
+            found[f"{short}_{same + 1}" if same else short] = (spec, float(weight))
+        return found
+
+    def source(self, spec: str) -> "DataConfig":
+        """Return a copy whose only source is `spec`."""
+        return self.model_copy(update={"prompt_data": [spec]})
+
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if self.prompt_data == "environment" and config.environment.environment is None:
+        yield from self._weight_problems(config)
+        if "environment" in self.prompt_data and config.environment.environment is None:
             yield "--prompt-data environment are the rows of an environment: name it by --environment"
         if self.eval_prompt_data == "environment":
             yield "--eval-prompt-data environment: remove it, prompts are held out from --prompt-data environment"
 
+    def _weight_problems(self, config: "Config") -> Iterator[Problem]:
+        several = len(self.prompt_data) > 1
+        for text in self.prompt_data:
+            weight = re.fullmatch(r"[^=]*(?:\?.*)?=(\d*\.?\d+)", text)
+            if several and (weight is None or float(weight[1]) == 0):
+                yield (
+                    f"--prompt-data {text}: each of several sources needs a weight above 0, as in "
+                    "--prompt-data a.jsonl=0.7 b.jsonl=0.3"
+                )
+            elif not several and weight is not None and "?" not in text:
+                yield f"--prompt-data {text}: a weight has no effect on one source: remove ={weight[1]}"
+        if several and config.selection.curriculum != "none":
+            yield f"--curriculum {config.selection.curriculum} needs one source, not several of --prompt-data"
+        if several and any(text.startswith("environment=") for text in self.prompt_data):
+            yield "--prompt-data environment cannot be mixed with other sources: use one"
+
     def source_problems(self, config: "Config") -> Iterator[Problem]:
         """Yield options that have no effect on the kind of data that --prompt-data and --eval-prompt-data name."""
-        names = [name.partition("?")[0] for name in (self.prompt_data, self.eval_prompt_data) if name]
+        specs = [spec for spec, _ in self.sources.values()]
+        names = [name.partition("?")[0] for name in (*specs, self.eval_prompt_data) if name]
         generated = [name.startswith("reasoning_gym:") for name in names]
-        files = [name.endswith((".jsonl", ".json", ".parquet")) or name == "environment" for name in names]
+        files = [name.endswith(FILE_SUFFIXES) or name == "environment" for name in names]
+        if self.prompt_data_streaming:
+            for spec in specs:
+                if spec.startswith("reasoning_gym:") or spec == "environment":
+                    yield f"--prompt-data-streaming has no effect on --prompt-data {spec}, which is no table: remove it"
         if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
             reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
             yield from config.without_effect(config.columns, reason)
@@ -98,7 +152,9 @@ class RewardConfig(Section):
     as <score>7</score> or {"score": 7}. Default: see docs/rewards.md."""
     judge_max_score: Annotated[float, _JUDGE] = Field(default=10.0, gt=0.0)
     """Highest score of the rubric, which is the reward 1; 0 is the reward 0."""
-    pass_threshold: Annotated[float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS)] = 1.0
+    pass_threshold: Annotated[
+        float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS), GENERATES
+    ] = 1.0
     """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:

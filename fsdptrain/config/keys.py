@@ -17,6 +17,7 @@ from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.rules import Column, ExportChoice, OnResume, Rule
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import Section
+from fsdptrain.config.sft import SftConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import load_plugins, suggest
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 CORE_SECTIONS: tuple[type[Section], ...] = (
     ModelConfig, DataConfig, RewardConfig, EnvironmentConfig, AlgorithmConfig, ShapingConfig, SelectionConfig,
-    OptimConfig, BatchConfig, FsdpConfig, RolloutConfig, SyncConfig, RefConfig, RunConfig, LogConfig, LaunchConfig,
+    SftConfig, OptimConfig, BatchConfig, FsdpConfig, RolloutConfig, SyncConfig, RefConfig, RunConfig, LogConfig,
+    LaunchConfig,
 )  # fmt: skip
 _OPTIONAL = {  # folder, if installed -> module with a tuple SECTIONS
     "fsdptrain.features": "fsdptrain.features",

@@ -20,6 +20,7 @@ from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.rules import Column, Condition, NoEffectError, Requires
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import STRICT, RankGroup, Section
+from fsdptrain.config.sft import SftConfig
 from fsdptrain.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -41,6 +42,7 @@ class Config(BaseModel):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     shaping: ShapingConfig = ShapingConfig()
     selection: SelectionConfig = SelectionConfig()
+    sft: SftConfig = SftConfig()
     optim: OptimConfig = OptimConfig()
     batch: BatchConfig = BatchConfig()
     fsdp: FsdpConfig = FsdpConfig()
@@ -336,8 +338,8 @@ class Config(BaseModel):
 
     @property
     def generates(self) -> bool:
-        """Whether the run generates completions, for training or evaluation."""
-        return self.algorithm.algorithm != "sft" or self.evaluates
+        """Whether the run generates completions, for training or evaluation. Supervised runs evaluate by loss."""
+        return self.algorithm.algorithm != "sft" or (self.evaluates and self.sft.eval_generate)
 
 
 def _fast_values(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -99,5 +99,5 @@ RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, 
 NEEDS_KL = Requires("kl_loss_coef", "kl_reward_coef", fix="set one of them, e.g. to 0.001")
 GENERATES = Requires(
     "@generates",
-    reason="with --algorithm sft that never evaluates: remove it, or set --eval-interval and --eval-size",
+    reason="with --algorithm sft that never generates: remove it, or set --sft-eval-generate",
 )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 LOGGER_NAMES = ("console", "wandb", "trackio")
+_OF_EVALUATIONS = (Requires("eval_interval"), IdleWith("eval_size=0"), GENERATES)
 _RESTARTS = "a restart resumes from a checkpoint, set --save-interval and --keep-last above 0"
 
 
@@ -53,15 +54,11 @@ class RunConfig(Section):
     """Create the repository of --push-to-hub as a private one, and reject a public one."""
     eval_interval: Annotated[int, IdleWith("eval_size=0")] = Field(default=20, ge=0)
     """Rollouts between evaluations; also runs before the first and after the last rollout. 0: never."""
-    n_samples_per_eval_prompt: Annotated[int, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(
-        default=1, ge=1
-    )
+    n_samples_per_eval_prompt: Annotated[int, *_OF_EVALUATIONS] = Field(default=1, ge=1)
     """Completions per evaluation prompt; reports pass@k for each power of two up to this number."""
-    eval_temperature: Annotated[float, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(
-        default=1.0, ge=0.01, le=100.0
-    )
+    eval_temperature: Annotated[float, *_OF_EVALUATIONS] = Field(default=1.0, ge=0.01, le=100.0)
     """Sampling temperature of evaluations."""
-    eval_greedy: Annotated[bool, Requires("eval_interval"), IdleWith("eval_size=0")] = False
+    eval_greedy: Annotated[bool, *_OF_EVALUATIONS] = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
     profile_steps: str | None = Field(default=None, pattern=r"^[1-9]\d*(:[1-9]\d*)?$")
     """Steps to profile, FIRST:LAST, counted from 1, e.g. 3:5. Each rank writes a trace of torch's profiler to

@@ -105,13 +105,17 @@ class TurnRenderer:
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        added = self.tokenizer.added_tokens_decoder
-        return frozenset(self.tokenizer.all_special_ids) | {id_ for id_, token in added.items() if token.special}
+        return special_tokens(self.tokenizer)
 
     @cached_property
     def _special_text(self) -> re.Pattern[str]:
         texts = self.tokenizer.convert_ids_to_tokens(sorted(self._special))
         return re.compile("|".join(re.escape(text) for text in texts) or r"(?!)")
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {id_ for id_, token in added.items() if token.special}
 
 
 def _without_tools(messages: Sequence[Message]) -> list[Message]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
     "for example <answer>42</answer>."
 )
-_MOST_UNUSABLE = 1000  # rows in random order before the first usable one
+MOST_UNUSABLE = 1000  # rows in random order before the first usable one
 RESERVED_TEMPLATE_KWARGS = ("tokenize", "add_generation_prompt", "continue_final_message")
 
 
@@ -56,8 +56,12 @@ class PromptStream:
         max_prompt_len: int | None = None,
         curriculum: "PassRates | None" = None,
         processor: PromptProcessor | None = None,
+        make: Callable[..., Prompt] | None = None,
     ) -> None:
-        check_template(tokenizer, data)
+        """Create a stream. make: (row, prompt_id=) -> prompt, in place of tokenizing the row as a prompt."""
+        if make is None:
+            check_template(tokenizer, data)
+            make = partial(make_prompt, tokenizer=tokenizer, data=data, processor=processor)
         self.rows = rows
         self.tokenizer = tokenizer
         self.data = data
@@ -67,15 +71,39 @@ class PromptStream:
         self.seed = rollout.seed
         self.curriculum = curriculum
         self.processor = processor  # None: text-only prompts
+        self._make_prompt = make
         self.epoch = 0  # completed epochs
         self.position = 0  # rows visited in this epoch
-        self.num_too_long = 0
+        self._num_too_long = 0
         self._order = self._make_order()
         self._num_unusable = [0, 0]  # rows since the last usable one: too long, held out
         self._has_given = False
         self._pending: dict[str, tuple[int, int]] = {}  # pending prompts: id -> (epoch, row)
         self._resumed: deque[tuple[int, int]] = deque()  # prompts that were pending at the checkpoint; returned first
         self._num_given, self._num_skipped = 0, 0  # since the last `metrics` call
+
+    @property
+    def name(self) -> str:
+        """--prompt-data, for messages."""
+        return self.data.data_name
+
+    @property
+    def parts(self) -> "Sequence[PromptStream]":
+        """Streams of one source each."""
+        return (self,)
+
+    def first_row(self) -> Row:
+        """Return a row, for checks."""
+        return self.rows[0]
+
+    @property
+    def num_too_long(self) -> int:
+        """Rows that were skipped because they are too long."""
+        return self._num_too_long
+
+    def count_too_long(self, count: int) -> None:
+        """Add rows that were skipped outside of the stream to `num_too_long`."""
+        self._num_too_long += count
 
     @property
     def progress(self) -> float:
@@ -129,11 +157,11 @@ class PromptStream:
         """
         if state["num_rows"] != len(self.rows):
             raise DataError(
-                f"--prompt-data {self.data.prompt_data} has {len(self.rows)} training rows, {state['num_rows']} "
+                f"--prompt-data {self.data.data_name} has {len(self.rows)} training rows, {state['num_rows']} "
                 "when the checkpoint was written: resume with the same data and --eval-size, or use --resume never"
             )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
-        self.num_too_long = state["num_too_long"]
+        self._num_too_long = state["num_too_long"]
         self._order = self._make_order()
         self._num_unusable, self._has_given = [0, 0], True
         self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
@@ -141,60 +169,81 @@ class PromptStream:
             self.curriculum.load_state_dict(state["curriculum"])
 
     def _prompt_of_next_row(self) -> Prompt | None:
-        most = 2 * len(self.rows)  # covers a whole epoch from any starting point
-        if sum(self._num_unusable) >= (min(most, _MOST_UNUSABLE) if self.shuffle and not self._has_given else most):
+        if sum(self._num_unusable) >= self._most_unusable():
             self._raise_none_left()
-        if self.position == len(self.rows):
-            self.epoch, self.position = self.epoch + 1, 0
-            self._order = self._make_order()
-        index = int(self._order[self.position])
-        self.position += 1
-        if self.curriculum is not None and not self.curriculum.draws(index, epoch=self.epoch, seed=self.seed):
+        epoch, index = self._next_place()
+        if self.curriculum is not None and not self.curriculum.draws(index, epoch=epoch, seed=self.seed):
             self._num_skipped += 1
             self._num_unusable = [0, 0]  # it was usable before, so it is usable in a later epoch
             return None
-        row = self.rows[index]
+        row = self._row(epoch, index)
         if self.exclude and content_hash(row) in self.exclude:
             self._num_unusable[1] += 1
             return None
-        prompt = self._make(self.epoch, row)
+        prompt = self._make(epoch, row)
         if self.max_prompt_len is not None and len(prompt.token_ids) > self.max_prompt_len:
-            self.num_too_long += 1
+            self._num_too_long += 1
             self._num_unusable[0] += 1
             return None
         self._num_unusable, self._has_given = [0, 0], True
         self._num_given += 1
-        self._pending[prompt.id] = (self.epoch, index)
+        self._pending[prompt.id] = (epoch, index)
         return prompt
+
+    def _most_unusable(self) -> float:
+        """Return the number of unusable rows, one after another, that end the run."""
+        most = 2 * self._rows_per_epoch  # covers a whole epoch from any starting point
+        return min(most, MOST_UNUSABLE) if self.shuffle and not self._has_given else most
+
+    @property
+    def _rows_per_epoch(self) -> float:
+        return len(self.rows)
+
+    def _next_place(self) -> tuple[int, int]:
+        """Move to the next row and return its epoch and its index."""
+        if self.position == len(self.rows):
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._make_order()
+        self.position += 1
+        return self.epoch, int(self._order[self.position - 1])
+
+    def _row(self, epoch: int, index: int) -> Row:
+        del epoch
+        return self.rows[index]
 
     def _reissue(self, epoch: int, index: int) -> Prompt:
         """Return a pending prompt again."""
-        prompt = self._make(epoch, self.rows[index])
+        prompt = self._make(epoch, self._row(epoch, index))
         self._pending[prompt.id] = (epoch, index)
         return prompt
 
     def _make(self, epoch: int, row: Row) -> Prompt:
         prompt_id = f"{row.id}@{epoch}" if epoch else row.id
-        return make_prompt(row, self.tokenizer, data=self.data, prompt_id=prompt_id, processor=self.processor)
+        return self._make_prompt(row, prompt_id=prompt_id)
 
     def _raise_none_left(self) -> None:
-        too_long, held_out = (min(count, len(self.rows)) for count in self._num_unusable)
+        too_long, held_out = (int(min(count, self._rows_per_epoch)) for count in self._num_unusable)
         reasons = [f"{too_long} are longer than {self.max_prompt_len} tokens"] * bool(too_long)
         reasons += [f"{held_out} equal a prompt that is held out for evaluation"] * bool(held_out)
         fixes = ["raise --rollout-max-prompt-len (or --max-tokens-per-gpu)"] * bool(too_long)
         fixes += ["lower --eval-size or add other rows"] * bool(held_out)
         raise DataError(
-            f"--prompt-data {self.data.prompt_data}: none of {too_long + held_out} rows can be trained on, "
+            f"--prompt-data {self.data.data_name}: none of {too_long + held_out} rows can be trained on, "
             f"{' and '.join(reasons)}: {', '.join(fixes)}"
         )
 
     def _make_order(self) -> torch.Tensor:
         """Return the row order of this epoch. [rows] i64"""
-        if not self.shuffle:
-            return torch.arange(len(self.rows))
-        digest = hashlib.sha256(f"{self.seed}:{self.epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.randperm(len(self.rows), generator=generator)
+        return permutation(len(self.rows), f"{self.seed}:{self.epoch}" if self.shuffle else None)
+
+
+def permutation(count: int, key: str | None) -> torch.Tensor:
+    """Return 0 to `count` - 1 in an order that depends on `key`; in their order if it is None. [count] i64"""
+    if key is None:
+        return torch.arange(count)
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randperm(count, generator=generator)
 
 
 def make_prompts(
@@ -220,7 +269,7 @@ def make_prompt(
     processor: PromptProcessor | None = None,
 ) -> Prompt:
     """Tokenize a row. Special tokens come from either the template or the tokenizer, never from both."""
-    system_prompt = _system_prompt(data)
+    system_prompt = system_prompt_of(data)
     images: Images | None = None
     if processor is not None:
         from fsdptrain.data.images import read_images
@@ -231,9 +280,7 @@ def make_prompt(
         text = _render_chat(as_messages(row.prompt), tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
-        text = _plain_text(row, system_prompt)
-        has_bos = tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token))
-        token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+        token_ids = plain_tokens(_plain_text(row, system_prompt), tokenizer)
     if not token_ids:
         raise DataError(f"--input-key {data.input_key}: row {row.id} is an empty prompt")
     return Prompt(
@@ -245,6 +292,12 @@ def make_prompt(
         images=images,
         source=row.prompt,
     )
+
+
+def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenize text without a template. The tokenizer adds its special tokens, unless the text begins with BOS."""
+    has_bos = tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token))
+    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
@@ -261,10 +314,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None
             )
 
 
-def _system_prompt(data: DataConfig) -> str:
+def system_prompt_of(data: DataConfig) -> str:
     if data.system_prompt != "auto":
         return data.system_prompt
-    return ANSWER_TAGS_PROMPT if data.prompt_data.startswith(GENERATOR) else ""
+    return ANSWER_TAGS_PROMPT if data.data_name.startswith(GENERATOR) else ""
 
 
 def _plain_text(row: Row, system_prompt: str) -> str:

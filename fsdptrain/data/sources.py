@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from fsdptrain.config import DataConfig
+from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.rows import Row, Rows
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
@@ -18,18 +19,26 @@ from fsdptrain.registry import suggest
 GENERATOR = "reasoning_gym:"
 
 
-def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data", image_key: str | None = None) -> Rows:
+def load_rows(
+    data: DataConfig,
+    *,
+    seed: int,
+    flag: str = "--prompt-data",
+    image_key: str | None = None,
+    sft: SftConfig | None = None,
+) -> Rows:
     """Load the rows of `data.prompt_data`. For evaluation data, pass a modified copy of `data` and the matching `flag`.
 
+    sft: options of supervised data; None for prompts.
     Raises ConfigError for an unknown task, parameter or option, and DataError for unreadable data.
     """
-    name, _, query = data.prompt_data.partition("?")
-    options = _parse_options(query, flag=flag)
+    name, _, query = data.data_name.partition("?")
+    options = parse_options(query, flag=flag)
     if name.startswith(GENERATOR):
         return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": data.data_size, **options}, flag=flag)
     from fsdptrain.data.tables import load_table_rows
 
-    return load_table_rows(name, {"split": data.prompt_split, **options}, data, flag=flag, image_key=image_key)
+    return load_table_rows(name, options, data, flag=flag, image_key=image_key, sft=sft)
 
 
 class _GeneratedRows:
@@ -69,7 +78,7 @@ def _generate(task: str, options: dict[str, Any], *, flag: str) -> Rows:
     return _GeneratedRows(task, dataset)
 
 
-def _parse_options(query: str, *, flag: str) -> dict[str, Any]:
+def parse_options(query: str, *, flag: str) -> dict[str, Any]:
     """Parse `a=1&b=[x,y]`, with YAML values."""
     options: dict[str, Any] = {}
     for part in filter(None, query.split("&")):

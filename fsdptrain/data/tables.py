@@ -1,12 +1,14 @@
-"""Rows of tables: JSONL and parquet files, `datasets` by name or folder, lists of mappings, environments."""
+"""Rows of tables: files, folders and hub data sets, read by `datasets`; lists of mappings, environments."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptrain.config import DataConfig
+from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.images import as_images
 from fsdptrain.data.rows import Row, Rows, Table
 from fsdptrain.data.sources import first_line
@@ -14,15 +16,39 @@ from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
 from fsdptrain.types import Message
 
+if TYPE_CHECKING:
+    import datasets
+
+ReadRow = Callable[[Mapping[str, Any], str], Row]  # (values by column, id of the row)
 _NO_TOOLS = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+COLUMN_OPTIONS = ("input_key", "label_key")  # after the ?, of one source
 
 
-def load_table_rows(name: str, options: dict[str, Any], data: DataConfig, *, flag: str, image_key: str | None) -> Rows:
-    """Load the table `name`: a file, a folder, or a data set of the hub. options: of `datasets.load_dataset`."""
-    table, path = _load_table(name, options, flag=flag), Path(name)
+def load_table_rows(
+    name: str,
+    options: dict[str, Any],
+    data: DataConfig,
+    *,
+    flag: str,
+    image_key: str | None,
+    sft: SftConfig | None = None,
+) -> Rows:
+    """Load the table `name`: a file, a folder, or a data set of the hub.
+
+    options: of `datasets.load_dataset`, and the names of columns, which override those of `data`.
+    """
+    data, options = split_options(data, options)
+    table, path = load_table(name, options, data, flag=flag), Path(name)
     name = path.name if path.exists() else name
-    return as_rows(table, data, name=name, flag=flag, folder=_folder_of(path), image_key=image_key)
+    return as_rows(table, data, name=name, flag=flag, folder=folder_of(path), image_key=image_key, sft=sft)
+
+
+def split_options(data: DataConfig, options: Mapping[str, Any]) -> tuple[DataConfig, dict[str, Any]]:
+    """Return `data` with the columns that `options` name, and the other options."""
+    columns = {name: str(value) for name, value in options.items() if name in COLUMN_OPTIONS}
+    others = {name: value for name, value in options.items() if name not in columns}
+    return data.model_copy(update=columns), others
 
 
 def as_rows(
@@ -33,52 +59,81 @@ def as_rows(
     flag: str = "--prompt-data",
     folder: Path = Path(),
     image_key: str | None = None,
+    sft: SftConfig | None = None,
 ) -> Rows:
     """Return rows of a list of `Row`, or of mappings with the columns in `data` (`label_key` "": no labels).
 
-    `folder` is the base directory of image files, `image_key` the column of images.
+    `folder` is the base directory of image files, `image_key` the column of images. sft: the rows are supervised data
+    and may have any of its forms.
     """
     if len(dataset) == 0:
         raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
     first = _read(dataset, 0, name)
     if isinstance(first, Row):
         return dataset  # type: ignore[return-value]  # a sequence of Row by its first element
+    read = row_reader(first, data, where=f"{flag} {name}", folder=folder, image_key=image_key, sft=sft)
+    return _TableRows(dataset, name, read)  # type: ignore[arg-type]
+
+
+def row_reader(
+    first: Mapping[str, Any],
+    data: DataConfig,
+    *,
+    where: str,
+    folder: Path = Path(),
+    image_key: str | None = None,
+    sft: SftConfig | None = None,
+) -> ReadRow:
+    """Return the function that converts the rows of a table, whose first row is `first`. Checks the columns."""
+    if sft is not None and image_key is None:
+        from fsdptrain.data.sft_forms import form_reader
+
+        read = form_reader(first, data, sft, where=where)
+        if read is not None:
+            return read
     for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
-        _check_column(option, column, first, where=f"{flag} {name}")
+        _check_column(option, column, first, where=where)
     if data.metadata_key is not None:
-        _check_column("--metadata-key", data.metadata_key, first, where=f"{flag} {name}")
+        _check_column("--metadata-key", data.metadata_key, first, where=where)
     if image_key is not None:
-        _check_column("--image-key", image_key, first, where=f"{flag} {name}")
-    keys = (data.input_key, data.label_key, data.metadata_key, image_key)
-    return _TableRows(dataset, name, *keys, folder)  # type: ignore[arg-type]
+        _check_column("--image-key", image_key, first, where=where)
+    return _Columns(data.input_key, data.label_key, data.metadata_key, image_key, folder)
 
 
 def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
     """Return the rows of an environment: mappings with prompt, optional label and optional metadata."""
     if len(dataset) == 0:
         raise DataError("--prompt-data environment has no rows: the environment's dataset() is empty")
-    table = _TableRows(dataset, "environment", "prompt", "label", "metadata")
     _check_column("dataset()", "prompt", dataset[0], where="--prompt-data environment")
-    return table
+    return _TableRows(dataset, "environment", _Columns("prompt", "label", "metadata"))
 
 
 @dataclass(frozen=True)
 class _TableRows:
-    """Rows of a table by column names. `label_key` "": no labels. `metadata_key` None: all columns but images."""
+    """Rows of a table."""
 
     table: Table
     name: str
+    read: ReadRow
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.read(_read(self.table, index, self.name), f"{self.name}:{index}")
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Converts rows by column names. `label_key` "": no labels. `metadata_key` None: all columns but images."""
+
     input_key: str
     label_key: str
     metadata_key: str | None
     image_key: str | None = None
     folder: Path = Path()
 
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> Row:
-        values, row_id = _read(self.table, index, self.name), f"{self.name}:{index}"
+    def __call__(self, values: Mapping[str, Any], row_id: str) -> Row:
         if str(values.get("tools")).strip() not in _NO_TOOLS and self.metadata_key != "tools":
             raise DataError(
                 f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
@@ -100,7 +155,7 @@ def _read(table: Any, index: int, name: str) -> Any:
         raise DataError(f"row {name}:{index}, counted from 0, is not text in UTF-8: {error}") from error
 
 
-def _folder_of(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
@@ -141,9 +196,9 @@ def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: st
         )
 
 
-def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
+def load_table(name: str, options: dict[str, Any], data: DataConfig, *, flag: str, streaming: bool = False) -> Any:
+    """Load a `datasets.Dataset`. streaming: an IterableDataset, which is read while it is iterated."""
     import datasets  # lazy: takes 1 s
-    from datasets.exceptions import DatasetsError
 
     path = Path(name)
     is_file = path.suffix in FILE_FORMATS
@@ -151,21 +206,37 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
         raise DataError(f"{flag} {name}: file not found")
     if path.is_file() and not is_file:
         raise DataError(f"{flag} {name}: its name must end in {', '.join(FILE_FORMATS)}; convert it with `datasets`")
+    known = () if is_file else ("name", "split", "revision", "data_dir")
     for option in options:
-        if option not in ("name", "split", "revision", "data_dir"):
-            raise ConfigError(f"{flag} {name}: no option {option!r}; it takes name, split, revision, data_dir")
-    try:
+        if option not in known:
+            takes = ", ".join((*known, *COLUMN_OPTIONS))
+            raise ConfigError(f"{flag} {name}: no option {option!r}; it takes {takes}")
+    with readable(name, flag):
         if is_file:
             if path.stat().st_size == 0:
                 raise DataError(f"{flag} {name} has no rows: the file is empty")
-            if path.suffix != ".parquet":
+            form = FILE_FORMATS[path.suffix]
+            if form == "json":
                 _check_begin(path, where=f"{flag} {name}")
             datasets.disable_progress_bars()  # reading a local file is fast
-            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
+            return datasets.load_dataset(form, data_files=name, split="train", streaming=streaming)
+        options = {"split": data.prompt_split, **options}
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            return _load_saved(path, options["split"])
-        return datasets.load_dataset(name, **options)
+            saved = _load_saved(path, options["split"])
+            return saved.to_iterable_dataset() if streaming else saved
+        return datasets.load_dataset(name, **options, streaming=streaming)
+
+
+@contextmanager
+def readable(name: str, flag: str = "--prompt-data") -> Iterator[None]:
+    """Raise the errors of `datasets` as DataError, in one line."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
     except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
+        if isinstance(error, ConfigError):
+            raise
         cause = error.__cause__ or error
         raise DataError(f"{flag} {name} cannot be read: {first_line(cause)}") from error
 
@@ -185,7 +256,7 @@ def _check_begin(path: Path, *, where: str) -> None:
         return
 
 
-def _load_saved(path: Path, split: str) -> Table:
+def _load_saved(path: Path, split: str) -> "datasets.Dataset":
     """Load a directory of `save_to_disk`: one data set, or one per split."""
     import datasets
 

@@ -111,7 +111,7 @@ def _facts(config: Config) -> list[str]:
         f"{config.steps_per_rollout} optimizer step{'s' if config.steps_per_rollout > 1 else ''} on each"
     )
     return [
-        f"  {algorithm} of {config.model.hf_checkpoint} ({config.compute_dtype_name}) on {config.data.prompt_data}",
+        f"  {algorithm} of {config.model.hf_checkpoint} ({config.compute_dtype_name}) on {config.data.data_name}",
         f"  {config.run.num_rollout} x {size}, lr {config.optim.lr:g} {config.optim.lr_decay_style}",
     ]
 

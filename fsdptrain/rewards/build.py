@@ -31,7 +31,7 @@ GENERATOR = "reasoning_gym:"
 RESERVED = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 
 
-def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
+def build_reward(reward: RewardConfig, *, prompt_data: Sequence[str], has_environment: bool = False) -> "WeightedSum":
     """Build the weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]. Components are reported by name.
 
     `auto` selects the reasoning-gym scorer for its data, else the environment's reward, else `math`. Raises ConfigError
@@ -85,19 +85,20 @@ def reads_environment(reward: RewardFunction | WeightedSum) -> bool:
     return not (isinstance(reward, WeightedSum) and all(f in known or type(f) in known for f in functions))
 
 
-def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
+def _parse(spec: str, prompt_data: Sequence[str], has_environment: bool) -> Component:
     name, equals, text = spec.rpartition("=")
     if not equals:
         name, text = spec, "1"
+    is_generated = all(source.startswith(GENERATOR) for source in prompt_data)
     if name == "auto":
         other = "environment" if has_environment else "math"
-        name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else other
+        name = "reasoning_gym" if is_generated else other
     if name == "environment" and not has_environment:
         raise ConfigError("--reward environment: there is no environment; set --environment")
-    if name.startswith("reasoning_gym") and not prompt_data.startswith(GENERATOR):
+    if name.startswith("reasoning_gym") and not is_generated:
         others = [key for key in REWARDS if not key.startswith("reasoning_gym")]
         raise ConfigError(
-            f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
+            f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {' '.join(prompt_data)}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
     return Component(name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))

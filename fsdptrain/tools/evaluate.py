@@ -1,11 +1,13 @@
 """`fsdptrain eval`: the command line of a run that evaluates a model and trains nothing."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.flags import RECIPE, Option, config_options, parse, without
+from fsdptrain.config.keys import flatten
+from fsdptrain.config.recipe import read_recipe
 from fsdptrain.errors import ConfigError
 
 ALL = 10**9  # rows
@@ -22,7 +24,8 @@ Score a model without training it: accuracy, pass@k, mean reward.
 Takes the options of a run too: --prompt-data, --reward, --rollout-engine, --environment,
 --n-samples-per-eval-prompt, --eval-temperature, ... All rows of --prompt-data are scored,
 or --eval-size of them; 128 of generated data. A training checkpoint has the options of its
-run, and by default its held-out rows. Writes metrics.jsonl and samples.jsonl, with one line
+run, and by default its held-out rows. A supervised one computes eval/loss; to generate, add
+--sft-eval-generate. Writes metrics.jsonl and samples.jsonl, with one line
 per sample, to --output-dir."""
 
 
@@ -37,8 +40,7 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     checkpoint = Path(given["checkpoint"])
     if "hf_checkpoint" in given:
         raise ConfigError("--hf-checkpoint: fsdptrain eval takes the model by --checkpoint; remove it")
-    fixed: dict[str, Any] = {"num_rollout": 0, "export": False, "eval_interval": 1, "log_num_samples": ALL}
-    for key in fixed.keys() & given.keys():
+    for key in given.keys() & {"num_rollout", "export", "eval_interval", "log_num_samples"}:
         raise ConfigError(f"{config_options()[key].flag} has no effect on fsdptrain eval: remove it")
     if (checkpoint / PROGRESS_FILE).is_file():
         recipe = checkpoint.resolve().parent.parent / CONFIG_FILE
@@ -48,15 +50,27 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
         name = f"{recipe.parent.name}-{checkpoint.name}"
     else:
         model, name = ["--hf-checkpoint", str(given["checkpoint"]), "--resume", "never"], checkpoint.resolve().name
-    data = given.get("prompt_data")
+    sources = given.get("prompt_data", [])
+    if len(sources) > 1:
+        raise ConfigError(f"--prompt-data {' '.join(sources)}: fsdptrain eval takes one source")
+    data = next(iter(sources), None)
     rows: list[str] = []
     if data is not None and "eval_prompt_data" not in given and data != "environment":
         rows = ["--eval-prompt-data", data]
         if "eval_size" not in given and not data.startswith("reasoning_gym:"):
             rows += ["--eval-size", str(ALL)]
     output = Path(given.get("output_dir") or f"runs/{name}-eval")
-    flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1", "--log-num-samples", str(ALL)]
+    flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1"]
+    if _generates(given, model):
+        flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
+
+
+def _generates(given: Mapping[str, Any], model: Sequence[str]) -> bool:
+    """Return whether the evaluation generates responses. That of a supervised run computes a loss by default."""
+    recipe = model[1] if model[0] == "--recipe" else given.get("recipe")
+    values = {**(flatten(read_recipe(recipe)) if recipe else {}), **given}
+    return values.get("algorithm") != "sft" or bool(values.get("sft_eval_generate"))
 
 
 def table(folder: Path) -> str:

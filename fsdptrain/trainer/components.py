@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
 from fsdptrain.algo.advantages import AdvantageRule
-from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
-from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.config.checks import is_valid
-from fsdptrain.data.prompts import PromptStream, make_prompt
-from fsdptrain.distributed import one_line, raise_on_all_ranks
-from fsdptrain.errors import CheckpointError, ConfigError, DataError
+from fsdptrain.data.prompts import make_prompt
+from fsdptrain.data.stream import PromptSource
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.feature import Features, check_features, load_features
 from fsdptrain.loggers import build_loggers
-from fsdptrain.model.loading.meta import model_config, resolve_checkpoint
+from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.probes.kernels import require_no_fallback
 from fsdptrain.protocols import (
     FeatureEngine,
@@ -43,7 +42,7 @@ from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
-from fsdptrain.trainer.data import build_data
+from fsdptrain.trainer.data import RunData, build_data
 from fsdptrain.trainer.memory import build_planner, choose_sizes, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
@@ -52,12 +51,15 @@ from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.trainer.timeline import Timeline
+from fsdptrain.trainer.tokenizer import load_tokenizer
 from fsdptrain.trainer.waits import Waits, watched_waits
-from fsdptrain.types import Episode, LossConfig, Prompt, SamplingParams
+from fsdptrain.types import Episode, Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from fsdptrain.data.sft import SampleBuilder
     from fsdptrain.trainer.evaluation import Evaluation
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
+    from fsdptrain.trainer.sft_evaluation import LossEvaluation
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +83,10 @@ class Components:
     engine: RolloutEngine | None  # None: the run never generates
     weight_sync: WeightSync | None  # None: the run has no engine
     waits: Waits
-    stream: PromptStream
+    stream: PromptSource
     source: SampleSource
     timeline: Timeline
-    evaluation: "Evaluation | None"
+    evaluation: "Evaluation | LossEvaluation | None"
     speed: Speed
     planned_memory: int | None  # bytes per rank on the device; None: no device, or no plan is possible
     loggers: list[Logger]
@@ -101,6 +103,7 @@ def build_components(
     features = load_features(config, checkpoint)
     processor = features.prompt_processor
     environment, instructed = load_environment(config)
+    is_sft = config.algorithm.algorithm == "sft"
     with raise_on_all_ranks(DataError, "--prompt-data"):
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
         if processor is not None and processor.chat_template is not None:
@@ -112,17 +115,18 @@ def build_components(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
         advantages = advantage_rule(config, reward_function)
-        stream, held_out = build_data(instructed, tokenizer, dataset, environment, processor)
+        data = build_data(instructed, tokenizer, dataset, environment, processor)
+        builder = build_samples_of(instructed, tokenizer, data) if is_sft else None
         engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
-    generates = bool(held_out) or config.algorithm.algorithm != "sft"
+    generates = bool(data.prompts) or not is_sft
     device = platform.local_device()
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
     # not the name in the hub: ranks would look it up once more, each alone
     planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
     config = choose_sizes(planner, config)
     with ExitStack() as stack:
-        rewards = open_rewards(config, reward_function, stream, held_out, environment, stack) if generates else None
+        rewards = open_rewards(config, reward_function, data, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
         backend = open_backend(config, features)
         engine = open_engine(config, backend, make_engine, checkpoint) if generates else None
@@ -136,7 +140,9 @@ def build_components(
             sampler = build_sampler(instructed, tokenizer, engine, rewards, environment)
             if isinstance(sampler, Closing):
                 stack.callback(sampler.close)
-            evaluation = build_evaluation(config, sampler, held_out)
+            evaluation = build_evaluation(config, sampler, data.prompts)
+        if builder is not None:
+            evaluation = loss_evaluation(config, backend, builder, data, evaluation)
         yield Components(
             config=config,
             backend=backend,
@@ -145,8 +151,8 @@ def build_components(
             engine=engine,
             weight_sync=weight_sync,
             waits=waits,
-            stream=stream,
-            source=build_source(instructed, stream, tokenizer, sampler, advantages, timeline, background, features),
+            stream=data.stream,
+            source=build_source(instructed, data.stream, builder, sampler, advantages, timeline, background, features),
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
@@ -180,33 +186,6 @@ def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config
         environment = build_environment(config.environment)
         assert environment is not None
         return environment, with_instructions(config, environment)
-
-
-def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. CheckpointError if there is none: transformers would create an empty one by model type."""
-    config = model_config(checkpoint, trust_remote_code=trust_remote_code)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        reason = one_line(error)
-        raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {reason}") from error
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        raise CheckpointError(
-            f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
-        )
-    largest, size = _largest_used_id(tokenizer), getattr(config.get_text_config(), "vocab_size", None)
-    if size is not None and largest >= size:
-        raise CheckpointError(
-            f"--hf-checkpoint {checkpoint}: its tokenizer uses token id {largest}, and its model has {size} tokens: "
-            "the tokenizer is of another model, or tokens were added without resizing the model"
-        )
-    return tokenizer
-
-
-def _largest_used_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest id of text. Added tokens, such as that of an image, may have no row in the embedding."""
-    added = tokenizer.added_tokens_decoder
-    return max(id_ for id_ in tokenizer.get_vocab().values() if id_ not in added)
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:
@@ -278,8 +257,7 @@ def build_weight_sync(
 def open_rewards(
     config: Config,
     reward: RewardFunction | WeightedSum,
-    stream: PromptStream,
-    held_out: Sequence[Prompt],
+    data: RunData,
     environment: "LoadedEnvironment | None",
     stack: ExitStack,
 ) -> ParallelReward:
@@ -287,10 +265,10 @@ def open_rewards(
     with raise_on_all_ranks(ConfigError, "--reward"):
         rewards = build_parallel(config, reward)
         stack.callback(rewards.close)
-        prompts = [*held_out[:1]]
+        prompts = [*data.prompts[:1]]
         if config.algorithm.algorithm != "sft":  # else only evaluations compute rewards
-            first = make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
-            prompts.insert(0, first)
+            part = data.stream.parts[0]
+            prompts.insert(0, make_prompt(part.first_row(), part.tokenizer, data=part.data, processor=part.processor))
         if environment is not None:
             episode = Episode((), None, done=True)
             prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
@@ -342,20 +320,43 @@ def build_evaluation(config: Config, sampler: Sampler, held_out: Sequence[Prompt
     return Evaluation(config, sampler, own_share(held_out))
 
 
+def build_samples_of(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> "SampleBuilder":
+    """Return the builder of supervised samples. Raises DataError if it can use none of the first rows."""
+    from fsdptrain.data.sft import SampleBuilder
+    from fsdptrain.trainer.samples.sft import check_first_rows
+
+    builder = SampleBuilder.of(config, tokenizer)
+    for part in data.stream.parts:
+        check_first_rows(part, builder)
+    return builder
+
+
+def loss_evaluation(
+    config: Config, backend: PolicyBackend, builder: "SampleBuilder", data: RunData, generation: "Evaluation | None"
+) -> "LossEvaluation | None":
+    """Build the evaluation of a supervised run. None if no rows are held out. Collective."""
+    if not data.supervised:
+        return None
+    from fsdptrain.trainer.sft_evaluation import LossEvaluation
+
+    return replace(LossEvaluation.of(config, backend, builder, data.supervised), generation=generation)
+
+
 def build_source(
     config: Config,
-    stream: PromptStream,
-    tokenizer: PreTrainedTokenizerBase,
+    stream: PromptSource,
+    builder: "SampleBuilder | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
     timeline: Timeline,
     background: Background | None,
     features: Features,
 ) -> SampleSource:
-    if config.algorithm.algorithm == "sft" or sampler is None:
+    if builder is not None:
         from fsdptrain.trainer.samples.sft import SftSource
 
-        return SftSource.of(config, stream, tokenizer)
+        return SftSource.of(config, stream, builder)
+    assert sampler is not None, "reinforcement learning has an engine"
     sampling = SamplingParams(
         num_samples=config.algorithm.n_samples_per_prompt,
         max_tokens=config.rollout.max_response_len,
@@ -386,30 +387,4 @@ def build_source(
 
     return ContinuousSource(
         **values, **vars(background), partial=config.sync.partial_rollout, timeout=config.launch.dist_timeout
-    )
-
-
-def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
-    """Resolve the options of the loss, with every default filled in."""
-    high, correction = algorithm.eps_clip_high, CORRECTIONS[algorithm.mismatch_correction]
-    return LossConfig(
-        eps_clip=algorithm.eps_clip,
-        eps_clip_high=algorithm.eps_clip if high is None else high,
-        eps_clip_c=algorithm.eps_clip_c,
-        is_cap_high=algorithm.is_cap_high,
-        sapo_tau_pos=algorithm.sapo_tau_pos,
-        sapo_tau_neg=algorithm.sapo_tau_neg,
-        prime_rl_kl_coef=algorithm.prime_rl_kl_coef,
-        use_opsm=algorithm.use_opsm,
-        opsm_delta=algorithm.opsm_delta,
-        mismatch_correction=algorithm.mismatch_correction,
-        mismatch_low=correction.low if algorithm.mismatch_low is None else algorithm.mismatch_low,
-        mismatch_high=correction.high if algorithm.mismatch_high is None else algorithm.mismatch_high,
-        mismatch_rejection=algorithm.mismatch_rejection,
-        mismatch_rejection_max=algorithm.mismatch_rejection_max or 0.0,
-        use_rollout_logprobs=algorithm.use_rollout_logprobs,
-        kl_loss_coef=algorithm.kl_loss_coef,
-        kl_loss_type=algorithm.kl_loss_type,
-        use_unbiased_kl=algorithm.use_unbiased_kl,
-        entropy_coef=algorithm.entropy_coef,
     )

@@ -1,22 +1,28 @@
 """The prompts of a run: the stream to train on, and those held out for evaluation."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdptrain.config import Config
+from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.algorithm import SelectionConfig
-from fsdptrain.data.prompts import PromptStream, make_prompts
+from fsdptrain.config.sft import SftConfig
+from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
 from fsdptrain.data.rows import Row, Rows, content_hash, split_rows
 from fsdptrain.data.sources import load_rows
+from fsdptrain.data.stream import PromptSource
 from fsdptrain.errors import DataError
 from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
     from fsdptrain.data.curriculum import PassRates
+    from fsdptrain.data.streaming import RowStream
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
 log = logging.getLogger(__name__)
@@ -25,43 +31,158 @@ DEFAULT_EVAL_SIZE = 128  # prompts
 ENVIRONMENT_DATA = "environment"  # value of --prompt-data: the environment supplies the data
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run."""
+
+    stream: PromptSource  # to train on
+    prompts: list[Prompt]  # held out, to generate responses for
+    supervised: Mapping[str, Sequence[Prompt]]  # held out by source, to compute the loss of; empty in RL
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """One source of --prompt-data, without its held-out rows."""
+
+    data: DataConfig  # of this source only
+    rows: "Rows | RowStream"
+    held_out: list[Row]
+
+
 def build_data(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     dataset: Sequence[Mapping[str, Any]] | None,
     environment: "LoadedEnvironment | None",
     processor: PromptProcessor | None = None,
-) -> tuple[PromptStream, list[Prompt]]:
-    """Build the stream of training prompts and the held-out prompts (none if the run never evaluates)."""
-    data, image_key = config.data, None if processor is None else processor.image_key
-    rows = _rows(config, environment, dataset, image_key)
-    held_out: list[Row] = []
-    if config.evaluates and data.eval_prompt_data is not None:
-        source = data.model_copy(update={"prompt_data": data.eval_prompt_data})
-        other = load_rows(source, seed=config.run.seed, flag="--eval-prompt-data", image_key=image_key)
-        held_out = [other[i] for i in range(min(len(other), data.eval_size or DEFAULT_EVAL_SIZE))]
-    elif config.evaluates:
-        size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if data.eval_size is None else data.eval_size
-        rows, held_out = split_rows(rows, size, config.run.seed)
-    exclude = {content_hash(row) for row in held_out}
-    budget = config.prompt_budget
-    stream = PromptStream(
-        rows,
-        tokenizer,
-        data=data,
-        rollout=config.rollout,
-        exclude=exclude,
-        max_prompt_len=budget,
-        curriculum=build_curriculum(config.selection, num_rows=len(rows)),
-        processor=processor,
+) -> RunData:
+    """Load the rows, and split them into those to train on and those held out (none if the run never evaluates)."""
+    image_key = None if processor is None else processor.image_key
+    sources = _open_sources(config, dataset, environment, image_key)
+    held_out = {name: source.held_out for name, source in sources.items() if source.held_out}
+    if config.evaluates and config.data.eval_prompt_data is not None:
+        held_out = {"": _evaluation_rows(config, config.data.eval_prompt_data, image_key)}
+    exclude = {content_hash(row) for rows in held_out.values() for row in rows}
+    make = supervised_prompt(config, tokenizer, processor)
+    streams = {
+        name: _stream(config, source, tokenizer, exclude=exclude, processor=processor, make=make)
+        for name, source in sources.items()
+    }
+    prompts: list[Prompt] = []
+    for name, rows in held_out.items() if config.generates else ():
+        made = held_out_prompts(config, tokenizer, rows, processor)
+        prompts += [replace(prompt, id=f"{name}/{prompt.id}") if name else prompt for prompt in made]
+    supervised = {name: [make(row) for row in rows] for name, rows in held_out.items()} if make else {}
+    return RunData(_joined(config, streams), prompts, supervised)
+
+
+def _open_sources(
+    config: Config,
+    dataset: Sequence[Mapping[str, Any]] | None,
+    environment: "LoadedEnvironment | None",
+    image_key: str | None,
+) -> dict[str, OpenSource]:
+    """Open each source and hold rows out: --eval-size of them, in proportion to the weights."""
+    data = config.data
+    splits = config.evaluates and data.eval_prompt_data is None
+    total = sum(weight for _, weight in data.sources.values())
+    found: dict[str, OpenSource] = {}
+    for name, (spec, weight) in data.sources.items():
+        share = weight / total
+        own = data.source(spec)
+        rows = _rows(config, own, environment, dataset, image_key)
+        held_out: list[Row] = []
+        if splits and isinstance(rows, Sized):
+            most = math.ceil(DEFAULT_EVAL_SIZE * share)
+            size = min(most, len(rows) // 10) if data.eval_size is None else math.ceil(data.eval_size * share)
+            rows, held_out = split_rows(rows, size, config.run.seed)
+            if not held_out and data.eval_size != 0:
+                log.warning(
+                    "nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows)
+                )
+        elif splits:
+            size = DEFAULT_EVAL_SIZE if data.eval_size is None else data.eval_size
+            rows, held_out = cast("RowStream", rows).split(math.ceil(size * share))
+        found[name] = OpenSource(own, rows, held_out)
+    return found
+
+
+def _evaluation_rows(config: Config, spec: str, image_key: str | None) -> list[Row]:
+    """Return the first rows of --eval-prompt-data."""
+    data = config.data.source(spec)
+    rows = load_rows(
+        data, seed=config.run.seed, flag="--eval-prompt-data", image_key=image_key, sft=sft_options(config)
     )
-    prompts = make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget, processor=processor)
-    if config.evaluates and not held_out:
-        log.warning("nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows))
-    elif len(prompts) < len(held_out):
+    return [rows[i] for i in range(min(len(rows), config.data.eval_size or DEFAULT_EVAL_SIZE))]
+
+
+def _stream(
+    config: Config,
+    source: OpenSource,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    exclude: Collection[str],
+    processor: PromptProcessor | None,
+    make: Callable[..., Prompt] | None,
+) -> PromptStream:
+    """Build the stream of one source."""
+    options: dict[str, Any] = {
+        "data": source.data,
+        "rollout": config.rollout,
+        "exclude": exclude,
+        "max_prompt_len": config.prompt_budget,
+        "processor": processor,
+        "make": make,
+    }
+    if not isinstance(source.rows, Sized):
+        from fsdptrain.data.streaming import StreamedPrompts
+
+        return StreamedPrompts(source.rows, tokenizer, **options)
+    curriculum = build_curriculum(config.selection, num_rows=len(source.rows))
+    return PromptStream(source.rows, tokenizer, curriculum=curriculum, **options)
+
+
+def _joined(config: Config, streams: Mapping[str, PromptStream]) -> PromptSource:
+    """Return the stream of all sources."""
+    if len(streams) == 1:
+        return next(iter(streams.values()))
+    from fsdptrain.data.mixture import MixedPrompts
+
+    return MixedPrompts(streams, [weight for _, weight in config.data.sources.values()], seed=config.rollout.seed)
+
+
+def sft_options(config: Config) -> SftConfig | None:
+    """Return the options of supervised data, if the run is supervised."""
+    return config.sft if config.algorithm.algorithm == "sft" else None
+
+
+def supervised_prompt(
+    config: Config, tokenizer: PreTrainedTokenizerBase, processor: PromptProcessor | None
+) -> Callable[..., Prompt] | None:
+    """Return the function that makes a prompt of a supervised row, without tokens but with images. None in RL."""
+    if sft_options(config) is None:
+        return None
+    if processor is not None:
+        return partial(make_prompt, tokenizer=tokenizer, data=config.data, processor=processor)
+    from fsdptrain.data.sft import untokenized
+
+    return untokenized
+
+
+def held_out_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], processor: PromptProcessor | None
+) -> list[Prompt]:
+    """Return the prompts to generate responses for, none longer than the prompt limit."""
+    budget = config.prompt_budget
+    if sft_options(config) is not None:
+        from fsdptrain.data.sft_forms import require_labels
+
+        require_labels(rows)
+    prompts = make_prompts(rows, tokenizer, data=config.data, max_prompt_len=budget, processor=processor)
+    if len(prompts) < len(rows):
         line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
-        log.warning(line, len(held_out) - len(prompts), len(held_out), budget)
-    return stream, prompts
+        log.warning(line, len(rows) - len(prompts), len(rows), budget)
+    return prompts
 
 
 def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> "PassRates | None":
@@ -74,17 +195,28 @@ def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> "PassRates
 
 def _rows(
     config: Config,
+    data: DataConfig,
     environment: "LoadedEnvironment | None",
     dataset: Sequence[Mapping[str, Any]] | None,
     image_key: str | None,
-) -> Rows:
-    if dataset is None and config.data.prompt_data != ENVIRONMENT_DATA:
-        return load_rows(config.data, seed=config.run.seed, image_key=image_key)
-    from fsdptrain.data.tables import as_rows, environment_rows
-
+) -> "Rows | RowStream":
+    """Open the rows of one source."""
+    options: dict[str, Any] = {"image_key": image_key, "sft": sft_options(config)}
     if dataset is not None:
-        return as_rows(dataset, config.data, image_key=image_key)
-    if environment is None or environment.dataset is None:
-        name = config.environment.environment
-        raise DataError(f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; set other data")
-    return environment_rows(environment.dataset())
+        from fsdptrain.data.tables import as_rows
+
+        return as_rows(dataset, data, **options)
+    if data.data_name == ENVIRONMENT_DATA:
+        from fsdptrain.data.tables import environment_rows
+
+        if environment is None or environment.dataset is None:
+            name = config.environment.environment
+            raise DataError(
+                f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; set other data"
+            )
+        return environment_rows(environment.dataset())
+    if data.prompt_data_streaming:
+        from fsdptrain.data.streaming import open_stream
+
+        return open_stream(data, **options)
+    return load_rows(data, seed=config.run.seed, **options)

@@ -86,7 +86,8 @@ def _draw(folder: Path, target: Path) -> bool:
 
 def model_card(config: Config, folder: Path, *, with_curves: bool) -> str:
     """Return the model card: what was trained from what, the last evaluation, the curves, the recipe."""
-    name, model, data = config.run.push_to_hub, config.model.hf_checkpoint, config.data.prompt_data
+    name, model = config.run.push_to_hub, config.model.hf_checkpoint
+    data = ", ".join(Path(source).name if Path(source).exists() else source for source in config.data.prompt_data)
     assert name is not None
     algorithm, short = config.algorithm.algorithm, name.rpartition("/")[2]
     accuracies = _last_accuracies(folder)
@@ -110,7 +111,7 @@ def model_card(config: Config, folder: Path, *, with_curves: bool) -> str:
     )
     parts = [f"---\n{metadata.to_yaml()}\n---\n", f"# {short}\n"]
     parts.append(
-        f"{Path(model).name if Path(model).exists() else model}, trained with {algorithm} on {Path(data).name} by "
+        f"{Path(model).name if Path(model).exists() else model}, trained with {algorithm} on {data} by "
         f"fsdptrain {fsdptrain.__version__}.\n"
     )
     if accuracies:

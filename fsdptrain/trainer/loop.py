@@ -22,12 +22,13 @@ from fsdptrain.protocols import RewardFunction
 from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
-from fsdptrain.trainer.components import Components, build_components, log, loss_config
+from fsdptrain.trainer.components import Components, build_components, log
 from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.profiling import StepProfiler
 from fsdptrain.trainer.reporting import Reporter
+from fsdptrain.trainer.rules import loss_config
 from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.run_lock import lock_folder
 from fsdptrain.trainer.samples.source import RolloutBatch
@@ -52,6 +53,8 @@ class Trainer:
         reward: RewardFunction | None = None,
         dataset: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
+        if reward is not None and not config.generates:
+            raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft without --sft-eval-generate")
         self.config = config if dataset is None else _with_own_data(config)
         self._reward = reward
         self._dataset = dataset
@@ -181,7 +184,7 @@ class TrainingLoop:
         self._phases.seconds["idle"] = max(0.0, self._phases.seconds["collect"] - busy)
         if rollout.results is not None:  # after `raise_on_all_ranks`: it is collective
             kept = scale_over_batch(kept, self._advantages, metrics.reduce_sums)
-        return replace(rollout, samples=kept, num_dropped=dropped)
+        return replace(rollout, samples=kept, num_dropped=rollout.num_dropped + dropped)
 
     def _pack(self, rollout: RolloutBatch) -> list[StepBatches]:
         samples = all_sequences(rollout.samples)
@@ -341,7 +344,7 @@ class TrainingLoop:
 def _with_own_data(config: Config) -> Config:
     """Data from Python has no reasoning-gym task behind it, so neither its scorer nor its system prompt apply."""
     if config.data.prompt_data != DataConfig().prompt_data:
-        raise ConfigError(
-            f"--prompt-data {config.data.prompt_data} and Trainer(dataset=...) are both given: choose one"
-        )
-    return config.model_copy(update={"data": config.data.model_copy(update={"prompt_data": "dataset"})})
+        raise ConfigError(f"--prompt-data {config.data.data_name} and Trainer(dataset=...) are both given: choose one")
+    if config.data.prompt_data_streaming:
+        raise ConfigError("--prompt-data-streaming has no effect on Trainer(dataset=...): remove it")
+    return config.model_copy(update={"data": config.data.source("dataset")})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.config import Config
-from fsdptrain.data.prompts import PromptStream
+from fsdptrain.data.stream import PromptSource
 from fsdptrain.protocols import Logger, TimelineLogger
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import StepBatches
@@ -34,7 +34,7 @@ class Reporter:
         loggers: Sequence[Logger],
         *,
         advantages: AdvantageRule,
-        stream: PromptStream,
+        stream: PromptSource,
         speed: Speed,
         timeline: Timeline,
         planned_memory: int | None,
@@ -59,6 +59,10 @@ class Reporter:
 
             oldest = step - self._config.sync.max_staleness if self._config.masks_stale_tokens else 0
             found |= staleness_metrics(rollout.samples, step, oldest=oldest)
+        if len(self._config.data.prompt_data) > 1:
+            from fsdptrain.trainer.source_metrics import source_metrics
+
+            found |= source_metrics(rollout.samples, self._config.data.sources)
         if self._config.environment.has_episodes:
             from fsdptrain.trainer.token_metrics import episode_metrics
 

@@ -1,14 +1,17 @@
-"""Build the rules for group selection, reward shaping, and advantages from the configuration."""
+"""Build the rules for group selection, reward shaping, advantages and the loss from the configuration."""
 
 from typing import TYPE_CHECKING
 
 from fsdptrain import registry
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
+from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.config import Config
+from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.trainer.samples.selection import SelectionRules
+from fsdptrain.types import LossConfig
 
 if TYPE_CHECKING:
     from fsdptrain.algo.shaping import ShapingRule
@@ -73,4 +76,30 @@ def selection_rules(config: Config, advantages: AdvantageRule) -> SelectionRules
         min_spread=selection.min_group_spread,
         pass_threshold=pass_threshold,
         parts=tuple(name for name in advantages.weights or () if name not in SHAPING_TERMS),
+    )
+
+
+def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
+    """Resolve the options of the loss, with every default filled in."""
+    high, correction = algorithm.eps_clip_high, CORRECTIONS[algorithm.mismatch_correction]
+    return LossConfig(
+        eps_clip=algorithm.eps_clip,
+        eps_clip_high=algorithm.eps_clip if high is None else high,
+        eps_clip_c=algorithm.eps_clip_c,
+        is_cap_high=algorithm.is_cap_high,
+        sapo_tau_pos=algorithm.sapo_tau_pos,
+        sapo_tau_neg=algorithm.sapo_tau_neg,
+        prime_rl_kl_coef=algorithm.prime_rl_kl_coef,
+        use_opsm=algorithm.use_opsm,
+        opsm_delta=algorithm.opsm_delta,
+        mismatch_correction=algorithm.mismatch_correction,
+        mismatch_low=correction.low if algorithm.mismatch_low is None else algorithm.mismatch_low,
+        mismatch_high=correction.high if algorithm.mismatch_high is None else algorithm.mismatch_high,
+        mismatch_rejection=algorithm.mismatch_rejection,
+        mismatch_rejection_max=algorithm.mismatch_rejection_max or 0.0,
+        use_rollout_logprobs=algorithm.use_rollout_logprobs,
+        kl_loss_coef=algorithm.kl_loss_coef,
+        kl_loss_type=algorithm.kl_loss_type,
+        use_unbiased_kl=algorithm.use_unbiased_kl,
+        entropy_coef=algorithm.entropy_coef,
     )

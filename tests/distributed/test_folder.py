@@ -79,7 +79,9 @@ def test_another_experiment_in_a_folder_of_a_run_is_refused_unless_its_checkpoin
         reopen(**values, num_rollout=num_rollout)
     [(flat, value)] = values.items()
     message = str(caught.value)
-    assert f"--{flat.replace('_', '-')} {[value] if flat == 'reward' else value} in place of" in message
+    assert (
+        f"--{flat.replace('_', '-')} {[value] if flat in ('reward', 'prompt_data') else value} in place of" in message
+    )
     assert message.startswith(f"--output-dir {folder} holds another experiment")
     assert message.endswith(f"choose another --output-dir, or go on from its checkpoint on purpose by --resume {path}")
     assert "\n" not in message
@@ -87,10 +89,13 @@ def test_another_experiment_in_a_folder_of_a_run_is_refused_unless_its_checkpoin
     assert reopen(**values, output_dir=f"{folder}-2").resumed_step is None
 
 
-def test_options_that_leave_the_experiment_are_named_in_one_line(run, caplog, tmp_path):
+def test_options_that_leave_the_experiment_are_named_in_one_line(run, caplog, tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()  # a path is compared as what it names
     harmless = {"lr": 1e-3, "num_rollout": 9, "log_to": ["wandb"], "fsdp_cpu_offload": True, "max_tokens_per_gpu": 4096}
-    assert run[2](**harmless, hf_checkpoint=f"{tmp_path}/./a/").resumed_step == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_text("")
+    same = {"hf_checkpoint": f"{tmp_path}/./a/", "prompt_data": f"{tmp_path}/./x.jsonl"}
+    assert run[2](**harmless, **same).resumed_step == 2
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("resumes after step 2 with ")
     assert line.count("in place of") == len(harmless)

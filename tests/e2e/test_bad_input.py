@@ -118,6 +118,15 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (teacher_of_another_tokenizer, ["--opd-teacher", "another tokenizer", "differ"]),
     (flags("--optimizer", "tests.e2e.losses:nowhere"), ["--optimizer tests.e2e.losses:nowhere", "package.module"]),
     (odd_rows, ["--load-in-4bit", "multiple of 64"]),
+    (
+        flags("--prompt-data", "a.jsonl=0.7", "b.jsonl"),
+        ["--prompt-data b.jsonl: each of several sources needs a weight"],
+    ),
+    (
+        flags("--prompt-data", "reasoning_gym:spell_backward=1", "x.csv=1"),
+        ["scores reasoning_gym:<task> data only", "x.csv"],
+    ),
+    (flags("--prompt-data-streaming"), ["--prompt-data-streaming has no effect on --prompt-data reasoning_gym:"]),
     (flags("--resume", "nowhere/step_3"), ["--resume", "nowhere"]),
 ]
 

@@ -38,7 +38,7 @@ def calls(checkpoint: Path, folder: Path, **values: Any) -> list[str]:
 
 
 def test_supervised_training_syncs_weights_for_evaluations_only(checkpoint: Path, tmp_path: Path) -> None:
-    made = calls(checkpoint, tmp_path, algorithm="sft", eval_size=2, eval_interval=2)
+    made = calls(checkpoint, tmp_path, algorithm="sft", eval_size=2, eval_interval=2, sft_eval_generate=True)
     assert made == ["weights 0", "generate", "weights 2", "generate", "weights 3", "generate"]
 
 

@@ -134,6 +134,7 @@ def title(run: Path, names: Sequence[tuple[str, str]] = _TITLE, text: str = "{} 
     if not all(isinstance(config.get(section) or {}, Mapping) for section, _ in names):
         raise ConfigError(f"{path} is not the configuration of a run: its sections hold keys with values")
     values = [(config.get(section) or {}).get(key) for section, key in names]
+    values = [" ".join(map(str, value)) if isinstance(value, list) else value for value in values]
     return run.resolve().name if None in values else text.format(*values)
 
 

@@ -1,42 +1,129 @@
-"""Samples of supervised fine-tuning: the labels of a dataset."""
+"""Samples of supervised fine-tuning: the rows of a data set."""
 
-from dataclasses import dataclass
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from transformers import PreTrainedTokenizerBase
+import torch.distributed as dist
 
 from fsdptrain.config import Config
-from fsdptrain.data.chat import TurnRenderer
-from fsdptrain.data.prompts import PromptStream
-from fsdptrain.data.sft import sft_sample
-from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import RolloutError
+from fsdptrain.data.chat import special_tokens
+from fsdptrain.data.prompts import MOST_UNUSABLE, PromptStream
+from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder
+from fsdptrain.data.sft_forms import UnusableRowError
+from fsdptrain.data.stream import PromptSource
+from fsdptrain.distributed import gather, raise_on_all_ranks
+from fsdptrain.errors import DataError, RolloutError
 from fsdptrain.trainer.samples.source import RolloutBatch, images_of, own_share
+from fsdptrain.types import Prompt, Sample
+
+log = logging.getLogger(__name__)
+
+CHECKED = 100  # rows at the start
+
+
+@dataclass
+class Refusals:
+    """Numbers of rows that cannot be trained, by kind, each with the error of one row."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, error: UnusableRowError) -> None:
+        self.counts[error.kind] += 1
+        self.examples.setdefault(error.kind, str(error))
+
+    def __add__(self, other: "Refusals") -> "Refusals":
+        return Refusals(self.counts + other.counts, {**other.examples, **self.examples})
+
+    @property
+    def reasons(self) -> str:
+        """Number and an example of each kind, most frequent first."""
+        return "; ".join(f"{count}: {self.examples[kind]}" for kind, count in self.counts.most_common())
+
+    def none_usable(self, data: str) -> DataError:
+        return DataError(f"--prompt-data {data}: none of {self.counts.total()} rows can be trained on, {self.reasons}")
 
 
 @dataclass
 class SftSource:
-    """Draws prompts from a stream, and uses their labels as responses."""
+    """Draws rows from a stream, and builds samples of them. Skips and counts rows that cannot be trained on."""
 
-    stream: PromptStream
-    tokenizer: PreTrainedTokenizerBase
-    renderer: TurnRenderer
-    num_prompts: int  # of all ranks
+    stream: PromptSource
+    builder: SampleBuilder
+    num_samples: int  # of an optimizer step, of all ranks
     in_flight: bool = False
+    _warned: set[str] = field(init=False, default_factory=set)  # kinds of refusals
 
     @classmethod
-    def of(cls, config: Config, stream: PromptStream, tokenizer: PreTrainedTokenizerBase) -> "SftSource":
-        renderer = TurnRenderer(tokenizer, data=config.data)
-        return cls(stream, tokenizer, renderer, num_prompts=config.samples_per_rollout)
+    def of(cls, config: Config, stream: PromptSource, builder: SampleBuilder) -> "SftSource":
+        return cls(stream, builder, num_samples=config.samples_per_rollout)
 
     def run_ahead(self, step: int) -> None:
         """Do nothing: SFT has no engine."""
 
     def collect(self, step: int) -> RolloutBatch:
+        """Draw rows until `num_samples` of them are usable. The samples do not depend on the number of ranks."""
         del step  # the stream tracks its position
-        with raise_on_all_ranks(RolloutError, "--prompt-data"):
-            asked = self.stream.next(self.num_prompts)
-            for prompt in asked:
-                self.stream.record(prompt)
-            prompts = own_share(asked)
-            samples = [sft_sample(prompt, self.tokenizer, renderer=self.renderer) for prompt in prompts]
-            return RolloutBatch(samples, images=images_of(asked))
+        samples: list[Sample] = []
+        drawn: list[Prompt] = []
+        refused, in_a_row = Refusals(), Refusals()
+        while missing := self.num_samples - len(drawn) + refused.counts.total():
+            with raise_on_all_ranks(RolloutError, "--prompt-data"):
+                asked = self.stream.next(missing)
+                for prompt in asked:
+                    self.stream.record(prompt)
+                made, found = build_samples(self.builder, own_share(asked))
+            found = sum(gather(found), Refusals())
+            in_a_row = in_a_row + found if found.counts.total() == missing else Refusals()
+            if in_a_row.counts.total() >= MOST_UNUSABLE:
+                raise in_a_row.none_usable(self.stream.name)
+            samples, drawn, refused = samples + made, drawn + asked, refused + found
+        self._warn(refused)
+        self.stream.count_too_long(refused.counts[LONG_PROMPT])
+        unusable = refused.counts.total() - refused.counts[LONG_PROMPT] - refused.counts[OVERLONG]
+        return RolloutBatch(
+            samples,
+            num_dropped=refused.counts[OVERLONG] if dist.get_rank() == 0 else 0,
+            metrics={"progress/unusable_rows": float(unusable)} | self.stream.metrics(),
+            images=images_of(drawn),
+        )
+
+    def _warn(self, refused: Refusals) -> None:
+        """Log the first row of each kind."""
+        for kind in refused.counts.keys() - self._warned:
+            log.warning("a row is skipped, and others like it: %s", refused.examples[kind])
+        self._warned |= refused.counts.keys()
+
+
+def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[list[Sample], Refusals]:
+    samples, refused = list[Sample](), Refusals()
+    for prompt in prompts:
+        try:
+            samples.append(builder.build(prompt))
+        except UnusableRowError as error:
+            refused.add(error)
+    return samples, refused
+
+
+def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
+    """Warn if some of the first rows cannot be trained on, or if none of them trains a token that ends a turn.
+
+    Raises DataError if none of the first 1,000 rows, or of all, can be trained on. Does not move the stream.
+    """
+    state, samples, refused = stream.state_dict(), list[Sample](), Refusals()
+    while (tried := len(samples) + refused.counts.total()) < (CHECKED if samples else MOST_UNUSABLE):
+        [prompt] = stream.next(1)
+        if stream.epoch:
+            break
+        made, found = build_samples(builder, [prompt])
+        samples, refused = samples + made, refused + found
+    if not samples:
+        raise refused.none_usable(stream.name)
+    stream.load_state_dict(state)
+    if refused.counts:
+        log.warning("%d of the first %d rows cannot be trained on, %s", refused.counts.total(), tried, refused.reasons)
+    trained = {token for s in samples for token, m in zip(s.token_ids, s.loss_mask, strict=True) if m}
+    if not trained & special_tokens(builder.tokenizer):
+        log.warning("no row has a loss on a token that ends a turn: the model may not learn to stop")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
-from fsdptrain.data.prompts import PromptStream
+from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.feature import NO_FEATURES, Features
@@ -59,7 +59,7 @@ class GroupSource:
     The main thread draws prompts and records results, identically on all ranks.
     """
 
-    stream: PromptStream
+    stream: PromptSource
     sampler: Sampler
     sampling: SamplingParams
     num_prompts: int  # of a rollout, of all ranks

@@ -14,7 +14,8 @@ from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, Config, load_recipe, resolve, to_yaml
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, PRESETS
 from fsdptrain.errors import ConfigError
-from fsdptrain.trainer.components import loss_config, usable_here
+from fsdptrain.trainer.components import usable_here
+from fsdptrain.trainer.rules import loss_config
 from fsdptrain.types import LossConfig
 
 MODEL = ["--hf-checkpoint", "x"]

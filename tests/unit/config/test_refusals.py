@@ -256,13 +256,19 @@ CORE_AND_FEATURES = [
     ({"image_key": "i", "rollout_engine": "vllm"}, ["--image-key", "--rollout-engine vllm"], {"rollout_engine": "hf"}),
 ]  # fmt: skip
 ALGORITHM = [
+    *(
+        ({key: value}, [all_keys()[key].flag, "--algorithm sft"], SFT)
+        for key, value in [("sft_format", "text"), ("sft_loss_on", "all"), ("sft_eval_generate", True)]
+    ),
+    ({**SFT, "sft_eval_generate": True, "eval_interval": 0}, ["--sft-eval-generate", "--eval-interval"],
+     {"eval_interval": 5}),
     ({**SFT, "n_samples_per_prompt": 4}, ["--n-samples-per-prompt", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "kl_loss_coef": 0.1}, ["--kl-loss-coef", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "entropy_coef": 0.1}, ["--entropy-coef", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "rollout_temperature": 0.7}, ["--rollout-temperature", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "max_unscored_fraction": 0.5}, ["--max-unscored-fraction", "sft"], {"algorithm": "grpo"}),
     *(
-        ({**SFT, "eval_interval": 0, key: value}, [all_keys()[key].flag, "never evaluates"], {"eval_interval": 5})
+        ({**SFT, key: value}, [all_keys()[key].flag, "never generates"], {"sft_eval_generate": True})
         for key, value in [
             ("reward", "exact"),
             ("environment", "calculator"),

@@ -20,7 +20,10 @@ def config(prompt_data: object, **values: Any) -> DataConfig:
     return DataConfig(prompt_data=str(prompt_data), **values)
 
 
-@pytest.fixture(params=["jsonl", "parquet", "folder", "folder of splits", "list"])
+FORMS = ["jsonl", "json", "csv", "parquet", "arrow", "folder", "folder of splits", "folder of files", "list"]
+
+
+@pytest.fixture(params=FORMS)
 def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same rows in every form that they may come in."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -32,6 +35,21 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     elif request.param == "parquet":
         path = path.with_suffix(".parquet")
         table.to_parquet(path)
+    elif request.param == "json":
+        path = path.with_suffix(".json")
+        path.write_text(json.dumps(ROWS))
+    elif request.param == "csv":
+        path = path.with_suffix(".csv")
+        table.remove_columns("extra").to_csv(path)
+        return load_rows(config(path), seed=0)
+    elif request.param == "arrow":
+        table.save_to_disk(path)
+        [path] = path.glob("*.arrow")
+    elif request.param == "folder of files":
+        path.mkdir()
+        for number, part in enumerate((ROWS[:4], ROWS[4:])):
+            (path / f"train-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        (path / "test.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     elif request.param == "folder":
         table.save_to_disk(path)
     elif request.param == "folder of splits":
@@ -43,9 +61,11 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_rows_do_not_depend_on_the_file_format(rows: Any) -> None:
     assert len(rows) == 7
-    assert [(row.prompt, row.label, row.metadata) for row in (rows[i] for i in range(7))] == [
-        (row["prompt"], row["label"], row["extra"]) for row in ROWS
+    assert [(row.prompt, str(row.label)) for row in (rows[i] for i in range(7))] == [
+        (row["prompt"], row["label"]) for row in ROWS
     ]
+    if "label" not in rows[0].metadata:  # csv files hold no mappings, and metadata are all columns
+        assert [rows[i].metadata for i in range(7)] == [row["extra"] for row in ROWS]
     assert len({rows[i].id for i in range(7)}) == 7
 
 
@@ -63,6 +83,15 @@ def test_the_split_of_a_saved_data_set_can_be_chosen(tmp_path: Path) -> None:
     assert len(load_rows(config(tmp_path / "d", prompt_split="test"), seed=0)) == 1
     with pytest.raises(DataError, match=r"--prompt-split dev is not in .*; it has train, test"):
         load_rows(config(tmp_path / "d", prompt_split="dev"), seed=0)
+
+
+def test_a_source_may_name_its_columns_and_a_file_has_no_splits(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "a", "answer": 5}) + "\n")
+    row = load_rows(config(f"{path}?input_key=question&label_key=answer"), seed=0)[0]
+    assert (row.prompt, row.label) == ("a", 5)
+    with pytest.raises(ConfigError, match="no option 'split'; it takes input_key, label_key"):
+        load_rows(config(f"{path}?split=test"), seed=0)
 
 
 def test_rows_of_python_objects() -> None:
@@ -197,10 +226,10 @@ def test_the_content_hash_depends_on_the_prompt_only() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_an_error_with_its_name(tmp_path: Path) -> None:
-    latin, table = tmp_path / "latin.jsonl", tmp_path / "table.csv"
+    latin, table = tmp_path / "latin.jsonl", tmp_path / "table.tsv"
     latin.write_bytes('{"prompt": "\u00e9", "label": "b"}\n'.encode("latin1"))
     table.write_text("prompt,label\na,b\n")
     with pytest.raises(DataError, match=r"row latin\.jsonl:0, counted from 0, is not text in UTF-8"):
         load_rows(config(str(latin)), seed=0)
-    with pytest.raises(DataError, match=r"table\.csv: its name must end in \.jsonl, \.json, \.parquet"):
+    with pytest.raises(DataError, match=r"table\.tsv: its name must end in \.jsonl, \.json, \.csv, \.parquet, \.arrow"):
         load_rows(config(str(table)), seed=0)

@@ -30,7 +30,7 @@ def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, h
         {"prompt": f"{text} {i}", "label": ""} for text, n in (("a", num_short), (LONG, num_long)) for i in range(n)
     ]
     config = Config(hf_checkpoint="x", prompt_data="x.jsonl", rollout_max_prompt_len=40, eval_size=eval_size)
-    _, prompts = build_data(config, tiny_tokenizer(), rows, None)
+    prompts = build_data(config, tiny_tokenizer(), rows, None).prompts
     assert len(prompts) == held_out
     assert [record.getMessage() for record in caplog.records] == told
 

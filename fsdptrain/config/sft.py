@@ -1,0 +1,24 @@
+"""Section of supervised fine-tuning."""
+
+from typing import Annotated, Literal
+
+from fsdptrain.config.rules import NEUTRAL, IdleWith, Requires
+from fsdptrain.config.section import Section
+
+SftFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
+LossOn = Literal["assistant", "last", "all"]
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning: form of the data, trained tokens, evaluation."""
+
+    NAME = "sft"
+    PREFIX = "sft_"
+    RULES = (Requires("algorithm=sft"),)
+
+    format: SftFormat = "auto"
+    """Form of the rows, see docs/sft.md. `auto`: by the columns, or those of --input-key and --label-key."""
+    loss_on: LossOn = "assistant"
+    """Tokens with a loss: those of all assistant turns, of the last one, or all tokens. Plain text: all."""
+    eval_generate: Annotated[bool, NEUTRAL, Requires("eval_interval"), IdleWith("eval_size=0")] = False
+    """Also generate responses to the held-out prompts and reward them, with an engine. Needs a prompt and a label."""

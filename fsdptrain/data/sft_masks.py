@@ -1,0 +1,198 @@
+"""Tokens of a conversation and the exact mask of its trained turns.
+
+The chat template renders the whole conversation. A turn is found by the template's generation tags, or by rendering the
+messages before and up to it; both renderings must be prefixes of the whole one, in text and in tokens. There is no
+approximate mask: a turn whose bounds are unknown, or lie within a token, raises UnusableRowError.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from fsdptrain.config import DataConfig
+from fsdptrain.config.sft import LossOn
+from fsdptrain.data.prompts import check_template, system_prompt_of, template_reason
+from fsdptrain.data.sft_forms import Conversation, UnusableRowError
+from fsdptrain.errors import ConfigError
+from fsdptrain.types import Message
+
+_TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FIX = "use a template with generation tags, or --sft-loss-on last or all"
+
+Span = tuple[int, int]  # of characters
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """Converts conversations to tokens and masks, with the tokenizer's chat template."""
+
+    tokenizer: PreTrainedTokenizerBase
+    data: DataConfig
+    loss_on: LossOn
+
+    def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        """Return token ids (L,) and loss mask (L,). Raises UnusableRowError; ConfigError without a template."""
+        if not self.data.apply_chat_template:
+            raise ConfigError("--no-apply-chat-template: the data has conversations, which need the chat template")
+        check_template(self.tokenizer, self.data)
+        if not any(message["role"] == "assistant" for message in conversation.messages[conversation.first :]):
+            raise UnusableRowError("no assistant turn", "no message to train on is of the assistant")
+        conversation, text = self._prepared(conversation)
+        self._check_is_shown(conversation, text)
+        ids = self._tokenize(text)
+        mask = [False] * len(ids)
+        for start, end in [(0, len(text))] if self.loss_on == "all" else self._turns(conversation, text):
+            first, stop = (self._tokens_before(text, ids, place) for place in (start, end))
+            mask[first:stop] = [True] * (stop - first)
+        return ids, mask
+
+    def _prepared(self, conversation: Conversation) -> tuple[Conversation, str]:
+        """Return the conversation in the form that the template renders, and the rendering.
+
+        Adds --system-prompt, to the first message if the template has no system role.
+        """
+        system = system_prompt_of(self.data)
+        if not system or conversation.messages[0]["role"] == "system":
+            return self._with_arguments(conversation)
+        messages, first = conversation.messages, conversation.first
+        with_system = [{"role": "system", "content": system}, *messages]
+        try:
+            found, text = self._with_arguments(replace(conversation, messages=with_system, first=first and first + 1))
+            if system in text:
+                return found, text
+        except UnusableRowError:
+            pass
+        opening = {**messages[0], "content": f"{system}\n\n{messages[0]['content']}"}
+        return self._with_arguments(replace(conversation, messages=[opening, *messages[1:]]))
+
+    def _with_arguments(self, conversation: Conversation) -> tuple[Conversation, str]:
+        """Return the conversation, with tool arguments as JSON text if the template writes a mapping as Python does."""
+        calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
+        if not calls:
+            return conversation, self._render(conversation)
+        arguments = [call.get("function", call)["arguments"] for call in calls]
+        try:
+            text = self._render(conversation)
+            if not any(isinstance(a, Mapping) and str(a) in text and json.dumps(a) not in text for a in arguments):
+                return conversation, text
+        except UnusableRowError:  # some templates join the arguments to a text
+            pass
+        messages = [_with_json_arguments(message) for message in conversation.messages]
+        conversation = replace(conversation, messages=messages)
+        return conversation, self._render(conversation)
+
+    def _check_is_shown(self, conversation: Conversation, text: str) -> None:
+        """Raise UnusableRowError if the template omits tools, tool calls or tool results."""
+        messages = conversation.messages
+        for message in messages:
+            if message["role"] == "tool" and message["content"].strip() not in text:
+                raise UnusableRowError("tools", "the chat template does not show messages of the role tool")
+        plain = [{name: value for name, value in m.items() if name != "tool_calls"} for m in messages]
+        if plain != messages and self._render(replace(conversation, messages=plain)) == text:
+            raise UnusableRowError(
+                "tools", "the chat template does not show tool_calls: use the template of a model with tools"
+            )
+        if conversation.tools and self._render(replace(conversation, tools=None)) == text:
+            raise UnusableRowError(
+                "tools", "the chat template does not show tools: use the template of a model with tools"
+            )
+
+    def _turns(self, conversation: Conversation, text: str) -> list[Span]:
+        """Return the spans of the trained turns."""
+        roles = [message["role"] for message in conversation.messages]
+        turns = [index for index, role in enumerate(roles) if role == "assistant"]
+        trained = [index for index in turns if index >= conversation.first]
+        trained = trained[-1:] if self.loss_on == "last" else trained
+        if self._has_tags:
+            spans = self._tagged_spans(conversation, text)
+            if len(spans) == len(turns):
+                return [span for span, index in zip(spans, turns, strict=True) if index in trained]
+            if trained == turns and spans:
+                return spans
+        return [self._turn(conversation, text, index) for index in trained]
+
+    def _turn(self, conversation: Conversation, text: str, index: int) -> Span:
+        """Return the span of message `index`, by rendering the messages before it and up to it."""
+        messages = conversation.messages
+        if index == 0:  # templates cannot render an empty conversation
+            raise UnusableRowError("inexact mask", "the conversation begins with the assistant: use generation tags")
+        start = self._render(replace(conversation, messages=messages[:index]), generation=True)
+        is_last = index == len(messages) - 1
+        end = text if is_last else self._render(replace(conversation, messages=messages[: index + 1]))
+        for rendered in (start, end):
+            if not text.startswith(rendered):
+                raise UnusableRowError(
+                    "inexact mask",
+                    f"the chat template renders message {index} otherwise within the conversation than at its end, so "
+                    f"its tokens are not known exactly: {_FIX}",
+                )
+        return len(start), len(end)
+
+    def _tagged_spans(self, conversation: Conversation, text: str) -> list[Span]:
+        """Return the non-empty spans within generation tags."""
+        [rendered], [spans] = render_jinja_template(
+            conversations=[[dict(message) for message in conversation.messages]],
+            tools=conversation.tools,
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **self.data.chat_template_kwargs},
+        )
+        assert rendered == text, "the template renders the same messages differently"
+        return [(int(start), int(end)) for start, end in spans if start < end]
+
+    def _tokens_before(self, text: str, ids: Sequence[int], place: int) -> int:
+        """Return the number of tokens of `text[:place]`. Raises UnusableRowError if a token contains `place`."""
+        if place == len(text):
+            return len(ids)
+        before = self._tokenize(text[:place])
+        if list(ids[: len(before)]) != before:
+            around = text[max(0, place - 10) : place + 10]
+            raise UnusableRowError(
+                "inexact mask", f"a token joins the beginning or end of a turn to the text beside it: {around!r}"
+            )
+        return len(before)
+
+    def _render(self, conversation: Conversation, *, generation: bool = False) -> str:
+        template_kwargs: dict[str, Any] = dict(self.data.chat_template_kwargs)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(conversation.messages),  # type: ignore[arg-type]
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=generation,
+                **template_kwargs,
+            )
+        except Exception as error:  # a template can raise anything
+            raise UnusableRowError(
+                "template", f"the chat template cannot render it: {template_reason(error)}"
+            ) from error
+        return str(text)
+
+    def _tokenize(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def _template(self) -> str:
+        return str(self.tokenizer.get_chat_template())
+
+    @cached_property
+    def _has_tags(self) -> bool:
+        return _TAGS.search(self._template) is not None
+
+
+def _with_json_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+
+    def changed(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        inner = call.get("function", call)
+        inner = {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
+        return {**call, "function": inner} if "function" in call else inner
+
+    return {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}

@@ -1,0 +1,36 @@
+"""Load the tokenizer of a checkpoint."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from fsdptrain.distributed import one_line
+from fsdptrain.errors import CheckpointError
+from fsdptrain.model.loading.meta import model_config
+
+
+def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer. CheckpointError if there is none: transformers would create an empty one by model type."""
+    config = model_config(checkpoint, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        reason = one_line(error)
+        raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {reason}") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise CheckpointError(
+            f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
+        )
+    largest, size = _largest_used_id(tokenizer), getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and largest >= size:
+        raise CheckpointError(
+            f"--hf-checkpoint {checkpoint}: its tokenizer uses token id {largest}, and its model has {size} tokens: "
+            "the tokenizer is of another model, or tokens were added without resizing the model"
+        )
+    return tokenizer
+
+
+def _largest_used_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id of text. Added tokens, such as that of an image, may have no row in the embedding."""
+    added = tokenizer.added_tokens_decoder
+    return max(id_ for id_ in tokenizer.get_vocab().values() if id_ not in added)

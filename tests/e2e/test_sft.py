@@ -1,0 +1,178 @@
+"""Supervised runs on the command line: rows that are skipped, the loss of held-out rows, packs and ranks."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdptrain.config import DataConfig
+from fsdptrain.config.sft import SftConfig
+from fsdptrain.data.sft import SampleBuilder, untokenized
+from fsdptrain.data.tables import as_rows
+from tests.e2e import command
+from tests.e2e.command import metrics_of, trained
+from tests.testing import tiny_tokenizer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CHATS = [
+    [
+        {"role": "user", "content": f"say {i}"},
+        {"role": "assistant", "content": str(i) * (1 + i)},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": str(i)},
+    ]
+    for i in range(10)
+]
+NO_ANSWER = {"messages": CHATS[0][:1]}
+CALLS = {"messages": [*CHATS[0][:1], {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def flags(checkpoint: Path, folder: Path, rows: list[dict[str, Any]], **values: Any) -> list[str]:
+    options = {
+        "hf_checkpoint": checkpoint,
+        "algorithm": "sft",
+        "prompt_data": write(folder / "rows.jsonl", rows),
+        "rollout_batch_size": 4,
+        "num_rollout": 2,
+        "max_tokens_per_gpu": 256,
+        "keep_last": 0,
+        "output_dir": folder / "run",
+        **values,
+    }
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
+    return ["--no-bf16", "--no-export", "--log-to", "console", *(word for pair in pairs for word in pair)]
+
+
+def stock_loss(checkpoint: Path, loss_on: str) -> float:
+    """Return the mean loss of the trained tokens of CHATS, computed by transformers, a row at a time."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    data = DataConfig(prompt_data="x")
+    builder = SampleBuilder(tiny_tokenizer(), data, loss_on, max_prompt_len=10**6)  # type: ignore[arg-type]
+    rows = as_rows([{"messages": chat} for chat in CHATS], data, sft=SftConfig())
+    total = count = 0.0
+    for index in range(len(rows)):
+        sample = builder.build(untokenized(rows[index]))
+        ids, mask = torch.tensor([sample.token_ids]), torch.tensor(sample.loss_mask[1:])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        total, count = total - logprobs[mask].sum().item(), count + int(mask.sum())
+    return total / count
+
+
+@pytest.mark.parametrize(("num_ranks", "loss_on"), [(1, "assistant"), (2, "last")])
+def test_eval_loss_is_the_token_mean_over_held_out_rows_on_any_ranks(num_ranks, loss_on, checkpoint, tmp_path) -> None:
+    """Measured before training and after it, without an engine."""
+    held_out = write(tmp_path / "held_out.jsonl", [{"messages": chat} for chat in CHATS])
+    rows = [{"messages": [{"role": "user", "content": f"speak {i}"}, *chat[1:]]} for i, chat in enumerate(CHATS)]
+    options = {"eval_prompt_data": held_out, "sft_loss_on": loss_on, "lr": "1e-2", "eval_interval": 2}
+    argv = flags(checkpoint, tmp_path, rows, **options)
+    result = command.run(argv, tmp_path / "out", num_ranks=num_ranks)
+    assert result.code == 0, result.err
+    found = [row for row in metrics_of(tmp_path / "run") if "eval/loss" in row]
+    assert [row["step"] for row in found] == [0, 2]
+    assert found[0]["eval/loss"] == pytest.approx(stock_loss(checkpoint, loss_on), rel=1e-5)
+    assert found[1]["eval/loss"] < found[0]["eval/loss"]
+    assert [row["eval/perplexity"] for row in found] == [math.exp(row["eval/loss"]) for row in found]
+    assert "form: messages, in column messages" in result.err
+
+
+def test_unusable_rows_are_skipped_and_counted_and_a_step_has_all_its_samples(checkpoint, tmp_path) -> None:
+    rows = [{"messages": chat} for chat in CHATS[:8]]
+    rows = [*rows[:5], NO_ANSWER, CALLS, *rows[5:]]
+    argv = flags(checkpoint, tmp_path, rows, eval_interval=0, rollout_batch_size=8, num_rollout=1)
+    for num_ranks in (1, 2):
+        result = command.run(
+            [*argv, "--output-dir", str(tmp_path / f"{num_ranks}")], tmp_path / "out", num_ranks=num_ranks
+        )
+        assert result.code == 0, result.err
+    one, two = (trained(metrics_of(tmp_path / str(n)))[0] for n in (1, 2))
+    assert one["progress/samples"] == two["progress/samples"] == 8
+    assert one["progress/unusable_rows"] == two["progress/unusable_rows"] > 0
+    assert one["loss/total"] == pytest.approx(two["loss/total"], rel=1e-5)
+    assert "a row is skipped, and others like it: row rows.jsonl:" in result.err
+    assert "2 of the first 10 rows cannot be trained on, 1: row rows.jsonl:" in result.err
+
+
+def test_a_run_whose_rows_are_all_unusable_ends_before_the_model_is_loaded(tmp_path, checkpoint) -> None:
+    rows = [NO_ANSWER] * 6 + [CALLS] * 2
+    result = command.run(flags(checkpoint, tmp_path, rows, eval_interval=0), tmp_path / "out")
+    assert result.code == 2
+    last = result.err.strip().splitlines()[-1]
+    assert "none of 8 rows can be trained on, 6: row rows.jsonl:" in last
+    assert "no message to train on is of the assistant; 2: row" in last
+    assert "parameters" not in result.err
+
+
+def test_only_the_first_thousand_rows_are_tried(tmp_path, checkpoint) -> None:
+    argv = flags(checkpoint, tmp_path, [NO_ANSWER] * 1200, eval_interval=0)
+    result = command.run([*argv, "--no-rollout-shuffle"], tmp_path / "out")
+    assert result.code == 2
+    assert "none of 1000 rows can be trained on" in result.err.strip().splitlines()[-1]
+
+
+def test_responses_are_generated_and_rewarded_if_asked_for(checkpoint, tmp_path) -> None:
+    rows = [{"prompt": f"say {i}", "label": str(i)} for i in range(8)]
+    argv = flags(checkpoint, tmp_path, rows, eval_size=2, rollout_max_response_len=4, reward="exact", num_rollout=1)
+    result = command.run([*argv, "--sft-eval-generate"], tmp_path / "out")
+    assert result.code == 0, result.err
+    [first, last] = [row for row in metrics_of(tmp_path / "run") if "eval/loss" in row]
+    assert {"eval/heldout/accuracy", "eval/perplexity"} <= first.keys()
+    assert last["step"] == 1
+
+    chats = flags(checkpoint, tmp_path, [{"messages": chat} for chat in CHATS], eval_size=2, reward="exact")
+    result = command.run([*chats, "--sft-eval-generate"], tmp_path / "out")
+    assert result.code == 2
+    assert "--sft-eval-generate needs rows with a prompt and a label" in result.err.strip().splitlines()[-1]
+
+
+def test_the_recipe_trains_on_rows_of_a_file(checkpoint, tmp_path) -> None:
+    argv = [
+        "--recipe",
+        str(RECIPES / "sft.yaml"),
+        "--prompt-data",
+        write(tmp_path / "r.jsonl", [{"messages": c} for c in CHATS]),
+    ]
+    argv += [
+        "--hf-checkpoint",
+        str(checkpoint),
+        "--eval-size",
+        "2",
+        "--num-rollout",
+        "1",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    result = command.run(argv, tmp_path / "out")
+    assert result.code == 0, result.err
+    assert trained(metrics_of(tmp_path / "run"))[0]["progress/samples"] == 64
+
+
+def test_the_eval_command_computes_the_loss_of_a_supervised_run(checkpoint, tmp_path) -> None:
+    rows = [{"messages": chat} for chat in CHATS]
+    argv = flags(checkpoint, tmp_path, rows, num_rollout=1, eval_size=2, keep_last=1)
+    assert command.run(argv, tmp_path / "out").code == 0
+    folder = tmp_path / "run" / "checkpoints" / "step_00000001"
+    result = command.run(
+        ["eval", "--checkpoint", str(folder), "--output-dir", str(tmp_path / "eval")], tmp_path / "out"
+    )
+    assert result.code == 0, result.err
+    trained_loss = [row["eval/loss"] for row in metrics_of(tmp_path / "run") if "eval/loss" in row][-1]
+    assert metrics_of(tmp_path / "eval")[0]["eval/loss"] == pytest.approx(trained_loss, rel=1e-6)
+    assert "perplexity" in result.out
+
+
+def test_data_of_an_unknown_form_is_one_line(checkpoint, tmp_path) -> None:
+    result = command.run(flags(checkpoint, tmp_path, [{"question": "a", "answer": "b"}]), tmp_path / "out")
+    assert result.code == 2
+    last = result.err.strip().splitlines()[-1]
+    assert "rows.jsonl has none of the known forms of supervised data" in last
+    assert "its columns are question, answer; name the prompt and the response by --input-key and --label-key" in last

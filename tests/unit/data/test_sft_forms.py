@@ -1,0 +1,154 @@
+"""Forms of supervised data: detection by columns, and conversion."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from fsdptrain.config import DataConfig
+from fsdptrain.config.sft import SftConfig
+from fsdptrain.data.rows import Row, Rows
+from fsdptrain.data.sft_forms import Conversation, Text, Unusable
+from fsdptrain.data.sources import load_rows
+from fsdptrain.data.tables import as_rows
+from fsdptrain.errors import ConfigError, DataError
+
+ASK, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def rows_of(values: dict[str, Any], sft: SftConfig | None = None, **data: Any) -> Rows:
+    return as_rows([values], DataConfig(**{"prompt_data": "x", **data}), sft=sft or SftConfig())
+
+
+def row_of(values: dict[str, Any], sft: SftConfig | None = None, **data: Any) -> Row:
+    return rows_of(values, sft, **data)[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "form", "prompt", "label"),
+    [
+        ({"messages": [ASK, ANSWER]}, "messages, in column messages", [ASK, ANSWER], Conversation([ASK, ANSWER])),
+        (
+            {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], "system": "S"},
+            "sharegpt, in column conversations",
+            [{"role": "system", "content": "S"}, ASK, ANSWER],
+            Conversation([{"role": "system", "content": "S"}, ASK, ANSWER]),
+        ),
+        (
+            {"instruction": "Add.", "input": "2+2", "output": "4"},
+            "alpaca, in columns instruction and output",
+            [{"role": "user", "content": "Add.\n\n2+2"}],
+            "4",
+        ),
+        ({"instruction": "2+2?", "input": "", "output": "4"}, "alpaca", [ASK], "4"),
+        ({"prompt": "2+2?", "completion": "4"}, "completion, in columns prompt and completion", "2+2?", "4"),
+        ({"prompt": [ASK], "completion": [ANSWER]}, "completion", [ASK], Conversation([ASK, ANSWER], first=1)),
+        ({"prompt": [ASK], "completion": "4"}, "completion", [ASK], Conversation([ASK, ANSWER], first=1)),
+        ({"text": "2+2=4"}, "text, in column text", "2+2=4", Text("2+2=4")),
+        ({"prompt": "2+2?", "label": "4", "text": "x"}, "prompt and label, in the columns prompt", "2+2?", "4"),
+    ],
+)
+def test_the_form_is_detected_by_the_columns_and_logged(values, form, prompt, label, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    row = row_of(values)
+    assert (row.prompt, row.label) == (prompt, label)
+    assert f"--prompt-data dataset: form: {form}" in caplog.text
+
+
+def test_options_that_name_columns_and_the_form_are_respected() -> None:
+    assert row_of({"query": "2+2?", "response": "4", "text": "x"}, input_key="query", label_key="response").label == "4"
+    assert row_of({"chat": [ASK, ANSWER]}, input_key="chat").label == Conversation([ASK, ANSWER])
+    assert row_of({"body": "2+2=4", "text": "x"}, input_key="body", label_key="").label == Text("2+2=4")
+    both = {"instruction": "2+2?", "input": "", "output": "4", "text": "x"}
+    assert row_of(both, SftConfig(format="alpaca")).label == "4"
+    assert row_of(both, SftConfig(format="text")).label == Text("x")
+    assert row_of({"prompt": "a", "label": 1, "body": "x"}, SftConfig(format="text"), input_key="body").label == Text(
+        "x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "sft", "data", "message"),
+    [
+        ({"question": "a", "answer": "b"}, {}, {}, "none of the known forms .* its columns are question, answer; name"),
+        (
+            {"text": "a", "messages": [ASK]},
+            {},
+            {},
+            r"several forms, messages and text \(columns text, messages\): choo",
+        ),
+        ({"text": "a"}, {"format": "alpaca"}, {}, "--sft-format alpaca needs the column instruction, .*it has text"),
+        ({"text": "a"}, {"format": "text"}, {"input_key": "body"}, "--sft-format text needs the column body"),
+        ({"text": "a"}, {"format": "text"}, {"label_key": "b"}, "--label-key has no effect with --sft-format text"),
+        ({"text": "a"}, {"format": "alpaca"}, {"input_key": "text"}, "--input-key has no effect with --sft-format alp"),
+        ({"text": "a"}, {"loss_on": "last"}, {}, "--sft-loss-on last has no effect on .*, which is text"),
+        ({"query": "a", "answer": "b"}, {}, {"input_key": "query"}, "--label-key 'label' is not a column"),
+    ],
+)
+def test_an_unknown_or_ambiguous_form_is_one_line(values, sft, data, message) -> None:
+    with pytest.raises((DataError, ConfigError), match=message) as error:
+        rows_of(values, SftConfig(**sft), **data)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"messages": None}, "no messages"),
+        ({"messages": []}, "no messages"),
+        ({"messages": ["hi"]}, "no messages"),
+        ({"messages": [{"content": "hi"}]}, "unknown role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "unknown role"),
+        ({"messages": [{**ANSWER, "tool_calls": [{"function": {}}]}]}, "tool calls"),
+        ({"messages": [{**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
+        ({"messages": [ANSWER], "tools": "{"}, "JSON"),
+        ({"instruction": None, "output": "x"}, "not text"),
+        ({"instruction": "x", "output": "x", "tools": [TOOL]}, "tools"),
+        ({"text": None}, "no text"),
+    ],
+)
+def test_a_row_with_other_values_than_its_form_needs_is_marked(values, kind) -> None:
+    label = row_of(values).label
+    assert isinstance(label, Unusable)
+    assert label.error.kind == kind
+    assert "row dataset:0: " in str(label.error)
+
+
+@pytest.mark.parametrize("arguments", [{"a": 2}, '{"a": 2}'])
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_tool_calls_and_tools_are_mappings_whatever_the_file_has(arguments: Any, tools: Any) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    row = row_of({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": tools})
+    assert row.label == Conversation([ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [TOOL])
+
+
+def test_a_function_call_of_sharegpt_is_a_tool_call() -> None:
+    turns = [{"from": "function_call", "value": json.dumps(CALL["function"])}, {"from": "observation", "value": "5"}]
+    assert row_of({"conversations": turns}).label == Conversation(
+        [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]
+    )
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_columns_that_only_other_rows_have_are_absent(suffix: str, tmp_path: Path) -> None:
+    """Files with a schema give every mapping the keys of all rows, with None for a value."""
+    other = {"type": "function", "function": {"name": "sub", "arguments": {"b": 1}}}
+    rows = [{"messages": [ASK, {**ANSWER, "tool_calls": [call]}], "tools": [TOOL]} for call in (CALL, other)]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        Dataset.from_list(rows).to_parquet(path)
+    found = load_rows(DataConfig(prompt_data=str(path)), seed=0, sft=SftConfig())
+    assert [found[i].label for i in range(2)] == [Conversation(row["messages"], [TOOL]) for row in rows]
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    assert row_of({"messages": [{"role": "user", "content": parts}, ANSWER]}).label == Conversation([ASK, ANSWER])

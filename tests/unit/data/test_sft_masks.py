@@ -1,0 +1,200 @@
+"""Tokens and masks of supervised rows: exact, or an error."""
+
+from typing import Any
+
+import pytest
+
+from fsdptrain.config import DataConfig
+from fsdptrain.config.sft import SftConfig
+from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder, untokenized
+from fsdptrain.data.sft_forms import Conversation, UnusableRowError
+from fsdptrain.data.sft_masks import ConversationEncoder
+from fsdptrain.data.tables import as_rows
+from fsdptrain.errors import ConfigError
+from fsdptrain.types import Sample
+from tests.testing import CHAT_TEMPLATE, merging_tokenizer, tiny_tokenizer
+
+TAGS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "<|end|>{% endgeneration %}{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+THOUGHTS = (  # shows thoughts in the last turn only, as Qwen3's
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if loop.last and m['role'] == 'assistant' %}[thought]{% endif %}{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_TOOLS = "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+_CALLS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}[{{ call.function.name }} ARGUMENTS]{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WITH_TOOLS = _TOOLS + _CALLS.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}")
+AS_TEXT = _TOOLS + _CALLS.replace("ARGUMENTS", "{{ call.function.arguments }}")  # expects JSON text
+JOINED = _TOOLS + _CALLS.replace("ARGUMENTS", "{{ '' + call.function.arguments }}")  # raises for a mapping
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def say(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+CHAT = [say("system", "S"), say("user", "q"), say("assistant", "one"), say("user", "r"), say("assistant", "two")]
+CALLS = [say("user", "2+2?"), say("assistant", "", tool_calls=[CALL]), say("tool", "4"), say("assistant", "four")]
+EPISODE = {"prompt": "2+2?", "label": [say("assistant", "ask"), say("tool", "4"), say("assistant", "four")]}
+
+
+def shown(sample: Sample) -> str:
+    """Return the text, with brackets around the trained parts."""
+    text, last = "", False
+    for token, trained in zip(sample.token_ids, sample.loss_mask, strict=True):
+        text += "«" * (trained and not last) + "»" * (last and not trained) + tiny_tokenizer().decode(token)
+        last = trained
+    return text + "»" * last
+
+
+def sample_of(
+    values: dict[str, Any], template: str = CHAT_TEMPLATE, *, limits: dict[str, int] | None = None, **options: Any
+) -> Sample:
+    sft = SftConfig(**{name: options.pop(name) for name in ("format", "loss_on") if name in options})
+    data, tokenizer = DataConfig(**{"prompt_data": "x", **options}), tiny_tokenizer()
+    tokenizer.chat_template = template
+    builder = SampleBuilder(tokenizer, data, sft.loss_on, **{"max_prompt_len": 10**6, **(limits or {})})
+    return builder.build(untokenized(as_rows([values], data, sft=sft)[0]))
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TAGS], ids=["prefixes", "tags"])
+@pytest.mark.parametrize(
+    ("loss_on", "text"),
+    [
+        (
+            "assistant",
+            "<|system|>S<|end|><|user|>q<|end|><|assistant|>«one<|end|>»<|user|>r<|end|><|assistant|>«two<|end|>»",
+        ),
+        ("last", "<|system|>S<|end|><|user|>q<|end|><|assistant|>one<|end|><|user|>r<|end|><|assistant|>«two<|end|>»"),
+        ("all", "«<|system|>S<|end|><|user|>q<|end|><|assistant|>one<|end|><|user|>r<|end|><|assistant|>two<|end|>»"),
+    ],
+)
+def test_the_loss_of_a_conversation_is_on_the_chosen_turns(template: str, loss_on: str, text: str) -> None:
+    assert shown(sample_of({"messages": CHAT}, template, loss_on=loss_on)) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "text"),
+    [
+        ({"text": "abc"}, {}, "«abc<|end|>»"),
+        ({"text": "abc<|end|>"}, {}, "«abc<|end|>»"),
+        ({"prompt": "2+2?", "completion": "4"}, {}, "<|user|>2+2?<|end|><|assistant|>«4<|end|>»"),
+        ({"prompt": "2+2=", "completion": "4"}, {"apply_chat_template": False}, "2+2=«4<|end|>»"),
+        ({"prompt": "2+2=", "completion": "4"}, {"apply_chat_template": False, "loss_on": "all"}, "«2+2=4<|end|>»"),
+        ({"instruction": "Add", "input": "2", "output": "4"}, {}, "<|user|>Add\n\n2<|end|><|assistant|>«4<|end|>»"),
+        (
+            {"prompt": CHAT[:4], "completion": CHAT[4:]},
+            {},
+            "<|system|>S<|end|><|user|>q<|end|><|assistant|>one<|end|><|user|>r<|end|><|assistant|>«two<|end|>»",
+        ),
+        (EPISODE, {}, "<|user|>2+2?<|end|><|assistant|>«ask<|end|>»<|tool|>4<|end|><|assistant|>«four<|end|>»"),
+        (
+            EPISODE,
+            {"loss_on": "last"},
+            "<|user|>2+2?<|end|><|assistant|>ask<|end|><|tool|>4<|end|><|assistant|>«four<|end|>»",
+        ),
+        (
+            {"messages": CHAT[1:3]},
+            {"system_prompt": "P"},
+            "<|system|>P<|end|><|user|>q<|end|><|assistant|>«one<|end|>»",
+        ),
+        ({"messages": CHAT[:3]}, {"system_prompt": "P"}, "<|system|>S<|end|><|user|>q<|end|><|assistant|>«one<|end|>»"),
+    ],
+)
+def test_text_and_mask_of_the_other_forms(values, options, text) -> None:
+    assert shown(sample_of(values, **options)) == text
+
+
+def test_a_system_prompt_without_a_system_role_precedes_the_first_message() -> None:
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT_TEMPLATE
+    text = shown(sample_of({"messages": CHAT[1:3]}, template, system_prompt="P"))
+    assert text == "<|user|>P\n\nq<|end|><|assistant|>«one<|end|>»"
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, AS_TEXT, JOINED], ids=["mapping", "text", "joined"])
+def test_a_turn_with_tool_calls_trains_the_calls(template: str) -> None:
+    """Not an empty turn and its end, whatever form of the arguments the template expects."""
+    text = shown(sample_of({"messages": CALLS, "tools": [TOOL]}, template))
+    assert text.endswith(
+        '<|user|>2+2?<|end|><|assistant|>«[add {"a": 2}]<|end|>»<|tool|>4<|end|><|assistant|>«four<|end|>»'
+    )
+    assert text.startswith("<|system|>[{")
+
+
+MULTI_TURN = CHAT[1:]
+
+
+@pytest.mark.parametrize(
+    ("values", "template", "kind", "message"),
+    [
+        ({"messages": CALLS}, CHAT_TEMPLATE, "tools", "does not show tool_calls"),
+        ({"messages": CHAT, "tools": [TOOL]}, CHAT_TEMPLATE, "tools", "does not show tools"),
+        ({"messages": CALLS}, WITH_TOOLS.replace("{{ m['content'] }}", ""), "tools", "messages of the role tool"),
+        (
+            {"messages": MULTI_TURN},
+            THOUGHTS,
+            "inexact mask",
+            "renders message 1 otherwise .* --sft-loss-on last or all",
+        ),
+        ({"messages": CHAT[:2]}, TAGS, "no assistant turn", "row dataset:0: no message to train on"),
+        ({"prompt": CHAT[:3], "completion": CHAT[3:4]}, TAGS, "no assistant turn", "no message to train on"),
+        ({"messages": CHAT}, "{{ raise_exception('no') }}", "template", "the chat template cannot render it: no"),
+        ({"messages": CHAT[2:3]}, CHAT_TEMPLATE, "inexact mask", "begins with the assistant"),
+        ({"messages": "hello"}, TAGS, "no messages", "row dataset:0: the column messages holds 'hello'"),
+        ({"prompt": "a", "label": None}, TAGS, "no response", "row dataset:0 has no response"),
+        (
+            {"prompt": "a", "label": [say("tool", "x")]},
+            TAGS,
+            "not an episode",
+            "the response of row dataset:0 is a list",
+        ),
+    ],
+)
+def test_a_row_without_an_exact_mask_is_an_error(values, template, kind, message) -> None:
+    with pytest.raises(UnusableRowError, match=message) as error:
+        sample_of(values, template)
+    assert error.value.kind == kind
+    assert "\n" not in str(error.value)
+
+
+def test_the_last_turn_of_a_template_with_thoughts_is_exact() -> None:
+    text = shown(sample_of({"messages": MULTI_TURN}, THOUGHTS, loss_on="last"))
+    assert text.endswith("<|assistant|>one<|end|><|user|>r<|end|><|assistant|>«[thought]two<|end|>»")
+
+
+def test_a_token_across_the_bound_of_a_turn_is_an_error() -> None:
+    """A space before a word is a part of the word's token."""
+    tokenizer, data = merging_tokenizer(), DataConfig(prompt_data="x")
+
+    def trained(separator: str) -> str:
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['role'] + SEPARATOR + m['content'] + '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant' + SEPARATOR }}{% endif %}"
+        ).replace("SEPARATOR", repr(separator))
+        chat = Conversation([say("user", "Hello"), say("assistant", "Hi!")])
+        ids, mask = ConversationEncoder(tokenizer, data, "assistant").encode(chat)
+        return tokenizer.decode([token for token, m in zip(ids, mask, strict=True) if m])
+
+    assert trained("\n") == "Hi!\n"
+    with pytest.raises(UnusableRowError, match="a token joins the beginning or end of a turn"):
+        trained(": ")
+
+
+def test_long_rows_are_unusable_by_the_limits() -> None:
+    for limits, kind in (({"max_prompt_len": 3}, LONG_PROMPT), ({"max_tokens": 9}, OVERLONG)):
+        with pytest.raises(UnusableRowError) as error:
+            sample_of({"messages": CHAT}, limits=limits)
+        assert error.value.kind == kind
+
+
+def test_conversations_need_the_chat_template() -> None:
+    with pytest.raises(ConfigError, match="--no-apply-chat-template: the data has conversations"):
+        sample_of({"messages": CHAT}, apply_chat_template=False)
