@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fsdptrain.model.probes.layout import LayoutProbe
     from fsdptrain.model.rows import Layout, Rows
     from fsdptrain.protocols import ModelRole, PromptProcessor, RolloutEngine
+    from fsdptrain.trainer.samples.single_turn import Sampler
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
 ComputeLogprobs = Callable[[Sequence[PackedBatch], "ModelRole"], list[LogProbs]]  # `TrainBackend.compute_logprobs`
@@ -136,6 +137,10 @@ class Feature:
 
     def check_samples(self, samples: Sequence[Sample]) -> None:
         """Raise RolloutError for samples that cannot be trained on. Not collective."""
+
+    def wrap_sampler(self, sampler: "Sampler") -> "Sampler":
+        """What draws the samples of training rollouts."""
+        return sampler
 
     def finish_samples(self, samples: list[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
         """The samples of a rollout before other ranks get them. prompts: by group id. Not collective."""
@@ -371,6 +376,9 @@ class Features:
 
     def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
         return self._chain("after_logprobs", batch, logprobs)
+
+    def wrap_sampler(self, sampler: "Sampler") -> "Sampler":
+        return self._chain("wrap_sampler", sampler)
 
     def finish_samples(self, samples: list[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
         return self._chain("finish_samples", samples, prompts)

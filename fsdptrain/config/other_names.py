@@ -12,6 +12,7 @@ OTHER_NAMES = {
     "--max-prompt-length": "--rollout-max-prompt-len",
     "--max-steps": "--num-rollout",
     "--beta": "--kl-loss-coef",
+    "--lmbda": "--opd-on-policy-fraction",
     "--use-kl-loss": "--kl-loss-coef",
     "--temperature": "--rollout-temperature",
     "--save": "--output-dir",

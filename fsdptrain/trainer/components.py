@@ -368,7 +368,7 @@ def build_source(
     )
     values: dict[str, Any] = {
         "stream": stream,
-        "sampler": sampler,
+        "sampler": features.wrap_sampler(sampler),
         "sampling": features.sampling(sampling),
         "features": features,
         "num_prompts": config.rollout.batch_size,

@@ -44,6 +44,14 @@ class DistillationConfig(Section):
     the mixture beta * teacher + (1 - beta) * policy (GKD)."""
     top_k: Annotated[int | None, _JSD] = Field(default=None, ge=1)
     """jsd: compare the teacher's most likely tokens, and all others together as one. Default: the whole vocabulary."""
+    on_policy_fraction: Annotated[
+        float,
+        _JSD,
+        Requires("opd_teacher"),
+        Excludes("max_staleness", "dynamic_sampling", "environment", fix="leave one of them out"),
+    ] = Field(default=1.0, ge=0.0, le=1.0)
+    """jsd: share of the prompts whose responses the policy generates; the others have one response each, their label
+    (lambda of GKD)."""
     teacher_prompt: str | None = None
     """Prompt of the teacher, with {prompt} (last message of the user) and {label} replaced by those of the row, e.g.
     "{prompt} A correct answer is {label}.". Default: the prompt of the policy."""

@@ -16,6 +16,7 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import ComputeLogprobs, Feature, ForwardPass
 from fsdptrain.features.distillation.config import CHUNK, SELF, DistillationConfig
+from fsdptrain.features.distillation.data_share import FROM_DATA, DataShare
 from fsdptrain.features.distillation.divergence import Head, Target, TopTokens, WholeVocabulary, chunked_divergence
 from fsdptrain.features.distillation.prompts import (
     IDS,
@@ -39,6 +40,7 @@ from fsdptrain.features.distillation.tokenizers import load_tokenizer, require_s
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.rows import Rows, zeros_with
+from fsdptrain.trainer.samples.single_turn import Sampler
 from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -98,6 +100,10 @@ class DistillationFeature(Feature):
 
     # Data
 
+    def wrap_sampler(self, sampler: Sampler) -> Sampler:
+        share = self._options.on_policy_fraction
+        return sampler if share == 1.0 else DataShare.of(self._config, sampler, share, self._tokenizer)
+
     def finish_samples(self, samples: list[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
         template = self._options.teacher_prompt
         if template is None:
@@ -111,6 +117,10 @@ class DistillationFeature(Feature):
         return with_prompts(samples, ids, max_tokens=self._config.max_tokens_per_pack)
 
     def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
+        if self._options.on_policy_fraction < 1.0:
+            given = torch.tensor([FROM_DATA in sample.extras for sample in samples])
+            of_tokens = given.repeat_interleave(torch.tensor(batch.seqlens))
+            batch = replace(batch, extras={**batch.extras, FROM_DATA: of_tokens})
         return batch if self._options.teacher_prompt is None else pack_with_prompts(batch, samples)
 
     def score_packs(self, packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[PackedBatch]:
@@ -165,9 +175,16 @@ class DistillationFeature(Feature):
         return None
 
     def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        """Add the teacher's term to the advantages: the per-token reward of the negative reverse KL divergence."""
+        """Add the teacher's term to the advantages: the per-token reward of the negative reverse KL divergence.
+
+        Tokens of the data were sampled by no engine: they get the logprobs of the policy, which is no mismatch.
+        """
         if self._options.loss != "token":
-            return batch
+            given = batch.extras.get(FROM_DATA)
+            if given is None:
+                return batch
+            old = logprobs.values.detach() if batch.old_logprobs is None else batch.old_logprobs
+            return replace(batch, rollout_logprobs=torch.where(given, old, batch.rollout_logprobs))
         term = -self._options.kl_coef * self._log_ratio(batch, logprobs)
         return replace(batch, advantages=batch.advantages + term)
 

@@ -18,7 +18,7 @@ dynamic_sampling_max_rounds min_group_spread curriculum curriculum_floor curricu
 optimizer sgd_momentum rollout_max_prompt_len rollout_max_response_len rollout_temperature rollout_top_p rollout_top_k
 rollout_min_p rollout_shuffle rollout_seed ref_load ref_update_interval seed lora_rank lora_alpha lora_dropout
 lora_targets load_in_4bit load_in_8bit image_key train_vision router_aux_loss_coef router_bias_update_rate
-router_replay opd_loss opd_beta opd_top_k opd_teacher_prompt megatron_spec
+router_replay opd_loss opd_beta opd_top_k opd_on_policy_fraction opd_teacher_prompt megatron_spec
 """
 
 

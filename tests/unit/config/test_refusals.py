@@ -76,6 +76,12 @@ CORE_AND_FEATURES = [
     ),
     ({"opd_teacher": SERVER, "opd_loss": "jsd"}, ["--opd-teacher", "--opd-top-k"], {"opd_top_k": 8}),
     ({"opd_teacher": "self"}, ["--opd-teacher self", "--opd-teacher-prompt"], {"opd_teacher_prompt": "{label}"}),
+    ({**TEACHER, "opd_on_policy_fraction": 0.5}, ["--opd-on-policy-fraction", "--opd-loss jsd"], {"opd_loss": "jsd"}),
+    (
+        {**TEACHER, "opd_loss": "jsd", "opd_on_policy_fraction": 0.5, "dynamic_sampling": True},
+        ["--opd-on-policy-fraction 0.5", "--dynamic-sampling"],
+        {"dynamic_sampling": False},
+    ),
     ({**TEACHER, "opd_teacher_prompt": "{x}"}, ["--opd-teacher-prompt", "{label}"], {"opd_teacher_prompt": "{label}"}),
     (
         {**TEACHER, "opd_loss": "jsd", "epochs_per_rollout": 2},
