@@ -26,6 +26,7 @@ from fsdptrain.config.recipe import to_yaml
 from fsdptrain.config.rules import ExportChoice
 from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.launch.failures import failure_of, report_failure
+from fsdptrain.quiet import silence_libraries
 from fsdptrain.rank_variables import read_rank_variables
 
 DESCRIPTION = """\
@@ -99,6 +100,7 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command in `argv` and return the exit code."""
+    silence_libraries()
     try:
         return _command(argv)
     except FsdptrainError as error:

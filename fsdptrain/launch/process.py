@@ -11,6 +11,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config, check_own_launch, check_processes
 from fsdptrain.errors import FsdptrainError, describe
 from fsdptrain.launch.parent import has_fsdptrain_launcher
+from fsdptrain.quiet import silence_libraries
 from fsdptrain.rank_variables import read_rank_variables
 
 
@@ -49,16 +50,11 @@ def train(config: Config) -> None:
         raise RuntimeError(f"the run was ended before its end by {describe(error)}") from error
 
 
-# transformers imports torchao and peft bitsandbytes wherever they are installed; each warns of kernels that it lacks
-_NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
-
-
 def configure_logging(*, rank: int) -> None:
     """Silence other libraries, and log on rank 0 only. Environment variables set by the user are kept."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    silence_libraries()
     log = logging.getLogger("fsdptrain")
     log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if not log.handlers:
