@@ -15,7 +15,7 @@ from fsdptrain.algo.shaping import length, overlong
 from fsdptrain.algo.weights import AGGREGATIONS
 
 SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|[A-Z]\w+ \d{4}|prime-rl")
-TEXTBOOK = {"sft", "sequence_sum"}  # negative log-likelihood; REINFORCE as derived
+TEXTBOOK = {"sft", "sequence_sum", "none"}  # negative log-likelihood; REINFORCE as derived; 0
 SCALES = (divide_by_batch_std, whiten_samples, whiten_tokens, adapt_kl_coef, length, overlong, off_policy_sequences)
 TABLES = {**LOSSES, **ADVANTAGES, **AGGREGATIONS, **{function.__name__: function for function in SCALES}}
 

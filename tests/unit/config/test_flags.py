@@ -130,6 +130,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "load_in_8bit": adapter,
         "partial_rollout": ahead,
         "mask_offpolicy_in_partial_rollout": ahead,
+        "hub_private": ["--push-to-hub", "a/b"],
         "fp16": ["--no-bf16"],
         "probe": ["--dry-run"],
         "prompt_data_streaming": ["--prompt-data", "x.jsonl"],
@@ -141,7 +142,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "rollout_allow_public_servers": ["--rollout-engine", "vllm-server", "--rollout-urls", "http://a:1"],
     }.get(flat, [])
     assert value(flat, flag, *extra) is True
-    assert value(flat, "--no-" + flag[2:], *(ahead if extra == ahead else [])) is False
+    assert value(flat, "--no-" + flag[2:], *(extra if all_keys()[flat].default else [])) is False
 
 
 @pytest.mark.parametrize("flat", [flat for flat, option in config_options().items() if option.annotation is not bool])
