@@ -153,7 +153,8 @@ class AlgorithmConfig(Section):
     def _advantage_problems(self, config: "Config") -> Iterator[Problem]:
         own, scale = is_own(self.advantage_estimator), config.advantage_scale
         compares = self.advantage_estimator != "none" and not (own and scale != "group")
-        if self.advantage_estimator == "none" and not config.trains_zero_advantage:
+        teaches = any(section.gives_advantages for section in config.sections) or is_own(self.loss)
+        if self.advantage_estimator == "none" and not teaches:
             yield (
                 f"--algorithm {self.algorithm} with --advantage-estimator none learns from a teacher alone: name one "
                 "by --opd-teacher (a checkpoint, the URL of a vLLM server, or self), or another estimator"

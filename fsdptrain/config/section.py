@@ -77,6 +77,11 @@ class Section(BaseModel):
         return ""
 
     @property
+    def gives_advantages(self) -> bool:
+        """Whether its options give tokens an advantage, or the loss a term, to learn from without rewards."""
+        return False
+
+    @property
     def inexact_engine(self) -> str:
         """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
         return ""

@@ -59,7 +59,8 @@ def _shares_prefixes(config: Config) -> bool:
 def _is_invariant(config: Config) -> bool:
     from fsdptrain import platform  # imports torch
 
-    return config.model.deterministic_mode and not platform.has_accelerator()
+    on_cpu = not platform.has_accelerator()
+    return config.model.deterministic_mode and config.model.backend == "fsdp" and on_cpu
 
 
 def _may_fuse_logprobs(config: Config) -> bool:

@@ -4,10 +4,11 @@ import importlib
 import importlib.util
 import json
 import logging
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch.distributed as dist
@@ -16,9 +17,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 import fsdptrain
 from fsdptrain.config import Config, to_yaml
+from fsdptrain.config.keys import all_keys
 from fsdptrain.distributed import one_line, raise_on_all_ranks
-from fsdptrain.errors import ConfigError, FsdptrainError
-from fsdptrain.trainer.run_dir import CONFIG_FILE, EXPORT
+from fsdptrain.errors import ConfigError
+from fsdptrain.trainer.run_dir import EXPORT
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ def open_repository(config: Config) -> None:
             with _named_errors(name, "log in by `hf auth login`, with a token that may write"):
                 api = HfApi()
                 api.create_repo(name, private=private, exist_ok=True)
+                api.auth_check(name, write=True)
                 if private and not api.model_info(name).private:
                     raise ConfigError(
                         f"--push-to-hub {name} is a public repository: choose another, or allow it by --no-hub-private"
@@ -44,17 +47,18 @@ def open_repository(config: Config) -> None:
 
 
 def push(config: Config, folder: Path) -> None:
-    """Upload the export of the run in `folder`, with a model card, its recipe and its curves. Collective."""
+    """Upload the export of the run in `folder`, with a model card, its recipe and its curves. Called by rank 0 alone.
+
+    Call it after the last collective: other ranks must not wait for an upload.
+    """
     name = config.run.push_to_hub
-    with raise_on_all_ranks(FsdptrainError, "--push-to-hub"):
-        if dist.get_rank() == 0:
-            assert name is not None
-            _write_card(config, folder)
-            with _named_errors(name, f"the run is complete; upload it by `hf upload {name} {folder / EXPORT}`"):
-                url = HfApi().upload_folder(
-                    repo_id=name, folder_path=folder / EXPORT, commit_message=f"fsdptrain {fsdptrain.__version__}"
-                )
-            log.info("uploaded to %s", url)
+    assert name is not None
+    _write_card(config, folder)
+    with _named_errors(name, f"the run is complete; upload it by `hf upload {name} {folder / EXPORT}`"):
+        url = HfApi().upload_folder(
+            repo_id=name, folder_path=folder / EXPORT, commit_message=f"fsdptrain {fsdptrain.__version__}"
+        )
+    log.info("uploaded to %s", url)
 
 
 @contextmanager
@@ -71,9 +75,27 @@ def _named_errors(name: str, fix: str) -> Iterator[None]:
 def _write_card(config: Config, folder: Path) -> None:
     """Write README.md, the recipe and the curves into the export."""
     target = folder / EXPORT
-    shutil.copyfile(folder / CONFIG_FILE, target / "recipe.yaml")
+    config = _without_places(config)
+    (target / "recipe.yaml").write_text(to_yaml(config), encoding="utf-8")
     has_curves = importlib.util.find_spec("matplotlib") is not None and _draw(folder, target / _CURVES)
     (target / "README.md").write_text(model_card(config, folder, with_curves=has_curves), encoding="utf-8")
+
+
+def _without_places(config: Config) -> Config:
+    """Return a copy to publish: local paths without their folders, addresses of servers without host and user."""
+
+    def public(value: Any) -> Any:
+        if isinstance(value, list):
+            return [public(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if "://" in value:
+            return f"{value.partition('://')[0]}://..."
+        path, mark, options = value.partition("?")
+        return Path(path).name + mark + options if os.sep in path and Path(path).exists() else value
+
+    values = {flat: public(key.value(config)) for flat, key in all_keys().items()}
+    return config.with_values(**{flat: value for flat, value in values.items() if value != config.value(flat)})
 
 
 def _draw(folder: Path, target: Path) -> bool:
@@ -87,10 +109,10 @@ def _draw(folder: Path, target: Path) -> bool:
 def model_card(config: Config, folder: Path, *, with_curves: bool) -> str:
     """Return the model card: what was trained from what, the last evaluation, the curves, the recipe."""
     name, model = config.run.push_to_hub, config.model.hf_checkpoint
-    data = ", ".join(Path(source).name if Path(source).exists() else source for source in config.data.prompt_data)
+    data = ", ".join(_without_places(config).data.prompt_data)
     assert name is not None
     algorithm, short = config.algorithm.algorithm, name.rpartition("/")[2]
-    accuracies = _last_accuracies(folder)
+    accuracies = {} if config.reward.reward == ["none"] else _last_accuracies(folder)
     is_adapter = (folder / EXPORT / "adapter_config.json").is_file()
     metadata = ModelCardData(
         base_model=None if Path(model).exists() else model,
@@ -119,7 +141,8 @@ def model_card(config: Config, folder: Path, *, with_curves: bool) -> str:
         parts.append(f"## Evaluation\n\n| set | accuracy |\n|---|---|\n{rows}")
     if with_curves:
         parts.append(f"![Curves of the run]({_CURVES})\n")
-    parts.append(f"## Recipe\n\n`fsdptrain --recipe recipe.yaml`, with all values:\n\n```yaml\n{to_yaml(config)}```\n")
+    recipe = to_yaml(_without_places(config))
+    parts.append(f"## Recipe\n\n`fsdptrain --recipe recipe.yaml`, with all values:\n\n```yaml\n{recipe}```\n")
     return "\n".join(parts)
 
 

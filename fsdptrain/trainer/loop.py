@@ -77,7 +77,12 @@ class Trainer:
 
                     open_repository(self.config)
                 with build_components(self.config, folder, reward=self._reward, dataset=self._dataset) as components:
-                    return TrainingLoop(folder, components).run()
+                    last = TrainingLoop(folder, components).run()
+                if self.config.run.push_to_hub is not None and dist.get_rank() == 0:
+                    from fsdptrain.trainer.hub import push
+
+                    push(self.config, folder.path)
+                return last
 
 
 class TrainingLoop:
@@ -146,10 +151,6 @@ class TrainingLoop:
             if self._config.run.export:
                 with self._phases("save"):
                     self._backend.export(self._folder.path / EXPORT)
-            if self._config.run.push_to_hub is not None:
-                from fsdptrain.trainer.hub import push
-
-                push(self._config, self._folder.path)
         self._report.log_timeline(self.step)
         return self._report.last
 

@@ -32,6 +32,7 @@ class Hub:
     private: dict[str, bool] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     refuses: bool = False  # to take uploads
+    reads_only: bool = False  # the token may not write
 
     def answer(self, method: str, path: str, body: bytes, token: str) -> tuple[int, Any]:
         if token != f"Bearer {TOKEN}":
@@ -45,6 +46,8 @@ class Hub:
             return 200, {"url": f"{self.url}/{name}"}
         if path == f"/api/models/{NAME}" and method == "GET":
             return 200, {"id": NAME, "private": self.private[NAME], "sha": "0" * 40, "siblings": []}
+        if path == f"/api/models/{NAME}/auth-check/write":
+            return (403, {"error": "read-only token"}) if self.reads_only else (200, {})
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         if path == f"/api/models/{NAME}/preupload/main":
@@ -105,7 +108,10 @@ def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoi
     assert hub.private == {NAME: True}
     for path in (run / "hf").iterdir():
         assert hub.files[path.name] == path.read_bytes()
-    assert hub.files["recipe.yaml"] == (run / "config.yaml").read_bytes()
+    for name in ("README.md", "recipe.yaml"):
+        assert f"hf_checkpoint: {checkpoint.name}\n".encode() in hub.files[name]
+        assert str(checkpoint.parent).encode() not in hub.files[name]
+        assert str(tmp_path).encode() not in hub.files[name]
     assert hub.files["curves.png"].startswith(b"\x89PNG")
     card = ModelCard(hub.files["README.md"].decode())
     assert card.data.library_name == "transformers"
@@ -138,6 +144,13 @@ def test_a_hub_out_of_reach_and_a_broken_name_are_one_line(url: str | None, monk
     with pytest.raises(ConfigError) as caught:
         open_repository(Config(hf_checkpoint="x", push_to_hub="a/b/c" if url is None else NAME))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_token_that_may_not_write_ends_the_run_before_it_begins(hub: Hub) -> None:
+    hub.private[NAME], hub.reads_only = True, True
+    with pytest.raises(ConfigError, match="a token that may write"):
+        open_repository(Config(hf_checkpoint="x", push_to_hub=NAME))
 
 
 @pytest.mark.usefixtures("alone")

@@ -5,6 +5,9 @@ from contextlib import AbstractContextManager
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdptrain.config import Config
+from fsdptrain.config.keys import all_keys
+from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, LogProbsFunction
 from fsdptrain.features.batch_invariant.kernels import invariant
 from fsdptrain.model.rows import Rows
@@ -12,6 +15,19 @@ from fsdptrain.types import PackedBatch
 
 
 class BatchInvariantFeature(Feature):
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Refuse what computes layers again outside of the forward pass, with other kernels."""
+        for flat in ("gradient_checkpointing", "compile"):
+            if config.value(flat):
+                raise ConfigError(
+                    f"--deterministic-mode does not work with {all_keys()[flat].flag} on a CPU: leave one of them out"
+                )
+
+    @property
+    def lines(self) -> list[str]:
+        return ["batch-invariant: linear layers, activations, and causal attention without windows and softcaps"]
+
     def around_forward(self, batch: PackedBatch, rows: Rows) -> AbstractContextManager[None]:
         return invariant()
 

@@ -2,7 +2,9 @@
 
 Matrix products select their code by the shapes, so the sum over a row may be done in another order in a larger batch.
 Here every product has one shape: blocks of rows, padded with zeros. Attention sums over blocks of keys in order, so
-keys after the last one of a query add exact zeros. Softmax, norms and activations of torch compute rows independently.
+keys after the last one of a query add exact zeros. Functions such as exp take other code at the end of a tensor and of
+the part of each thread: they get blocks that are whole vectors and too small for several threads. Sums over the last
+dimension, sums and products of elements need no such care.
 """
 
 from collections.abc import Iterator
@@ -16,6 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 ROWS = 64  # rows of a product
 QUERIES, KEYS = 16, 64  # of a block of attention
+ELEMENTS = 2**15  # of a call of an elementwise function; torch uses several threads for more
+ELEMENTWISE = (
+    F.silu, F.gelu, F.softplus, torch.exp, Tensor.exp, torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh,
+    torch.cos, Tensor.cos, torch.sin, Tensor.sin,
+)  # fmt: skip
 
 
 class Invariant(TorchFunctionMode):
@@ -27,6 +34,8 @@ class Invariant(TorchFunctionMode):
             return linear(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return attention(*args, **kwargs)
+        if func in ELEMENTWISE:
+            return elementwise(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -34,6 +43,14 @@ class Invariant(TorchFunctionMode):
 def invariant() -> Iterator[None]:
     with Invariant():
         yield
+
+
+def elementwise(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply `func` to blocks of `ELEMENTS` elements."""
+    flat = x.reshape(-1)
+    blocks = F.pad(flat, (0, -flat.numel() % ELEMENTS)).split(ELEMENTS)
+    with torch._C.DisableTorchFunction():
+        return torch.cat([func(block, *args, **kwargs) for block in blocks])[: flat.numel()].reshape(x.shape)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -100,6 +117,8 @@ def _of_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     A query stands at its position modulo `QUERIES` in its block, wherever the call begins.
     """
+    dtype = query.dtype
+    query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
     (heads, count, _), length = query.shape, key.shape[1]
     first = length - count
     before = first % QUERIES
@@ -111,7 +130,7 @@ def _of_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         _of_block(q.contiguous(), keys, values, at)
         for q, at in zip(queries.split(QUERIES, dim=1), positions.split(QUERIES), strict=True)
     ]
-    return torch.cat(parts, dim=1)[:, before : before + count].reshape(heads, count, value.shape[-1])
+    return torch.cat(parts, dim=1)[:, before : before + count].to(dtype).reshape(heads, count, value.shape[-1])
 
 
 def _of_block(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -122,7 +141,7 @@ def _of_block(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) ->
         product = query @ block.transpose(1, 2).contiguous()
         scores.append(product.masked_fill(at > positions[:, None], -torch.inf))
     highest = torch.stack([block.amax(-1) for block in scores]).amax(0)[..., None]
-    weights = [(block - highest).exp() for block in scores]
+    weights = [elementwise(torch.exp, block - highest) for block in scores]
     total, out = torch.zeros_like(highest), torch.zeros_like(query[..., :1]).expand(*query.shape[:2], values.shape[-1])
     for block, v in zip(weights, values.split(KEYS, dim=1), strict=True):
         total = total + block.sum(-1, keepdim=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -52,7 +53,9 @@ class DistillationConfig(Section):
     ] = Field(default=1.0, ge=0.0, le=1.0)
     """jsd: share of the prompts whose responses the policy generates; the others have one response each, their label
     (lambda of GKD)."""
-    teacher_prompt: str | None = None
+    teacher_prompt: Annotated[
+        str | None, Excludes("environment", "environment_command", fix="the teacher gets one prompt: leave one out")
+    ] = None
     """Prompt of the teacher, with {prompt} (last message of the user) and {label} replaced by those of the row, e.g.
     "{prompt} A correct answer is {label}.". Default: the prompt of the policy."""
     teacher_api_key_env: Annotated[str | None, NEUTRAL] = None
@@ -69,19 +72,25 @@ class DistillationConfig(Section):
         return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
 
     @property
+    def gives_advantages(self) -> bool:
+        return self.enabled
+
+    @property
     def trains_zero_advantage(self) -> str:
         return "--opd-teacher" if self.enabled else ""
 
     def memory(self, config: "Config") -> tuple[dict[str, int], dict[str, int]]:
-        if self.teacher is None or self.is_server or self.teacher == SELF:
+        if not self.enabled:
             return {}, {}
         from fsdptrain.features.distillation.size import teacher_bytes
 
-        return teacher_bytes(self.teacher, config, keeps_head=self.loss == "jsd" and self.top_k is None)
+        return teacher_bytes(config, self)
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not self.enabled:
             return
+        if self.is_server and "@" in urlsplit(self.teacher or "").netloc:
+            yield "--opd-teacher names a user in its URL: leave it out, and name a key by --opd-teacher-api-key-env"
         if not self.is_server:
             reason = "with a teacher that is no server: remove it"
             yield from config.without_effect(["opd_teacher_api_key_env", "opd_teacher_timeout"], reason)
@@ -110,7 +119,7 @@ class DistillationConfig(Section):
 
     def _jsd_problems(self, config: "Config") -> Iterator[Problem]:
         if (self.is_server or self.teacher == SELF) and self.top_k is None:
-            yield f"--opd-loss jsd with --opd-teacher {self.teacher} needs --opd-top-k, e.g. 32"
+            yield f"--opd-loss jsd with --opd-teacher {self.teacher} needs --opd-top-k, e.g. 20"
         for flat in ("tensor_parallel_size", "context_parallel_size"):
             if (config.value(flat) or 1) > 1:
                 yield f"--opd-loss jsd does not work with --{flat.replace('_', '-')}: leave it out, or use token"

@@ -92,11 +92,11 @@ def with_rest(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def top_tokens(hidden: Tensor, head: Head, k: int, *, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """Return `TopTokens.ids` and `TopTokens.logprobs` of `hidden` [M, D]."""
+def top_tokens(hidden: Tensor, head: Head, k: int, *, vocab_size: int, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Return `TopTokens.ids` and `TopTokens.logprobs` of `hidden` [M, D], among the first `vocab_size` tokens."""
     ids, logprobs = [], []
     for part in hidden.split(chunk_size):
-        logits = head.logits(part)
+        logits = head.logits(part)[:, :vocab_size]
         ids.append(logits.topk(min(k, logits.shape[1]), dim=1).indices)
         logprobs.append(with_rest(logits, ids[-1]))
     return torch.cat(ids), torch.cat(logprobs)

@@ -22,7 +22,7 @@ from fsdptrain.features.distillation.prompts import (
     IDS,
     LENGTHS,
     pack_with_prompts,
-    reprompted,
+    score_with_prompts,
     teacher_prompt,
     with_prompts,
 )
@@ -33,12 +33,14 @@ from fsdptrain.features.distillation.teacher import (
     ModelTeacher,
     Teacher,
     TeacherOutputs,
+    TeacherScores,
     head_of,
-    judge_by_policy,
+    score_by_policy,
 )
 from fsdptrain.features.distillation.tokenizers import load_tokenizer, require_same_tokenizer
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
+from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.rows import Rows, zeros_with
 from fsdptrain.trainer.samples.single_turn import Sampler
 from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample
@@ -51,7 +53,8 @@ DIVERGENCE = "teacher_divergence"
 
 
 class DistillationFeature(Feature):
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
+        """vocab_size: of the policy's head."""
         self._config = config
         self._options = config.section(DistillationConfig)
         self._tokenizer = tokenizer
@@ -63,18 +66,19 @@ class DistillationFeature(Feature):
         self._reports = False  # the policy's outputs are those of a teacher
         jsd, scale = self._options.loss == "jsd", config.scoring_temperature
         self._chunk = min(CHUNK, config.model.chunk_size)
-        self._outputs = TeacherOutputs(scale, self._chunk, self._options.top_k) if jsd else None
+        self._outputs = TeacherOutputs(scale, self._chunk, self._options.top_k, vocab_size) if jsd else None
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "DistillationFeature":
         """Compare the tokenizers, and reach the teacher's server. Raises ConfigError on all ranks."""
-        feature = cls(config, load_tokenizer(config, checkpoint))
+        shape = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).get_text_config()
+        feature = cls(config, load_tokenizer(config, checkpoint), vocab_size=shape.vocab_size)
         options = feature._options
         if options.is_server:
             from fsdptrain.features.distillation.server import ServerTeacher
 
             with raise_on_all_ranks(ConfigError, "--opd-teacher"):
-                feature._teacher = ServerTeacher.connect(config, feature._tokenizer)
+                feature._teacher = ServerTeacher.connect(config, feature._tokenizer, vocab_size=shape.vocab_size)
         elif options.teacher != SELF:
             assert options.teacher is not None
             with named_in_errors("--opd-teacher"):
@@ -108,13 +112,12 @@ class DistillationFeature(Feature):
         template = self._options.teacher_prompt
         if template is None:
             return samples
-        own = {sample.group_id for sample in samples}
         ids = {
-            name: teacher_prompt(template, prompt, self._tokenizer, self._config.data)
-            for name, prompt in prompts.items()
-            if name in own
+            name: teacher_prompt(template, prompts[name], self._tokenizer, self._config.data)
+            for name in {sample.group_id for sample in samples}
         }
-        return with_prompts(samples, ids, max_tokens=self._config.max_tokens_per_pack)
+        drops = self._config.batch.overlong_samples == "drop"
+        return with_prompts(samples, prompts, ids, max_tokens=self._config.max_tokens_per_pack, drops=drops)
 
     def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
         if self._options.on_policy_fraction < 1.0:
@@ -124,17 +127,21 @@ class DistillationFeature(Feature):
         return batch if self._options.teacher_prompt is None else pack_with_prompts(batch, samples)
 
     def score_packs(self, packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[PackedBatch]:
-        shown = [reprompted(pack) for pack in packs]
-        if self._teacher is None:
+        def score(packs: Sequence[PackedBatch]) -> list[TeacherScores]:
+            if self._teacher is not None:
+                return self._teacher.score(packs)
             with self._reporting():
-                verdicts = judge_by_policy(shown, compute_logprobs)
+                return score_by_policy(packs, compute_logprobs)
+
+        if self._options.teacher_prompt is None:
+            of_packs = score(packs)
         else:
-            verdicts = self._teacher.judge(shown)
+            of_packs = score_with_prompts(packs, score, max_tokens=self._config.max_tokens_per_pack)
         found = []
-        for pack, verdict in zip(packs, verdicts, strict=True):
+        for pack, scores in zip(packs, of_packs, strict=True):
             kept = {name: tensor for name, tensor in pack.extras.items() if name not in (IDS, LENGTHS)}
-            logprobs = zeros_with(verdict.logprobs, pack.loss_positions, pack.num_tokens)
-            extras = {LOGPROBS: logprobs, **verdict.extras}
+            logprobs = zeros_with(scores.logprobs, pack.loss_positions, pack.num_tokens)
+            extras = {LOGPROBS: logprobs, **scores.extras}
             if platform.has_accelerator():
                 extras = {name: tensor.pin_memory() for name, tensor in extras.items()}
             found.append(replace(pack, extras={**kept, **extras}))

@@ -19,11 +19,13 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.distillation.config import DistillationConfig
 from fsdptrain.features.distillation.divergence import Head
-from fsdptrain.features.distillation.teacher import TOP_IDS, TOP_LOGPROBS, Verdict
+from fsdptrain.features.distillation.teacher import TOP_IDS, TOP_LOGPROBS, TeacherScores
+from fsdptrain.model.logit_passes import EXCLUDED
 from fsdptrain.types import PackedBatch
 
 CONCURRENCY = 64  # requests of a rank in flight; the server queues them
-ATTEMPTS = 3  # per request: a server that restarts its HTTP workers breaks connections
+ATTEMPTS, WAIT_S = 3, 1.0  # per request, and before the second one
+LOWEST = -9999.0  # vLLM's value for -inf
 SMALLEST_REST = 1e-7  # probability of all tokens but the k most likely, which the server rounds to float32
 PROBE = 'The 2 answers: {"x": [1, 2.5]}\n\n\tÄ 世界 <|im_end|> def f(): return x**2  # 10,000'
 
@@ -31,13 +33,18 @@ PROBE = 'The 2 answers: {"x": [1, 2.5]}\n\n\tÄ 世界 <|im_end|> def f(): retur
 class ServerTeacher:
     """Asks the server for each sequence of a pack once."""
 
-    def __init__(self, url: str, *, model: str, key: str | None, timeout: float, top_k: int | None) -> None:
+    def __init__(
+        self, url: str, *, model: str, key: str | None, timeout: float, top_k: int | None, vocab_size: int
+    ) -> None:
         self._url, self._model, self._key, self._timeout = url, model, key, timeout
-        self._top_k = top_k
+        self._top_k, self._vocab_size = top_k, vocab_size
 
     @classmethod
-    def connect(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "ServerTeacher":
-        """Reach the server and compare tokenizers on a probe text. Raises ConfigError."""
+    def connect(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> "ServerTeacher":
+        """Reach the server, compare tokenizers on a probe text, and ask for its logprobs. Raises ConfigError.
+
+        vocab_size: of the policy's head.
+        """
         options = config.section(DistillationConfig)
         assert options.teacher is not None
         url, key = options.teacher.rstrip("/"), None
@@ -53,6 +60,8 @@ class ServerTeacher:
                 model, limit = served["id"], served["max_model_len"]
                 body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
                 theirs = _json(client.post(f"{url}/tokenize", json=body))["tokens"]
+                body = {"model": model, "prompt": theirs, "max_tokens": 1, "prompt_logprobs": options.top_k or 0}
+                _json(client.post(f"{url}/v1/completions", json=body))
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"--opd-teacher {url} is no vLLM server that can be reached: {type(error).__name__}: {error}"
@@ -69,7 +78,8 @@ class ServerTeacher:
                 f"{config.longest_sequence} and one more: lower --rollout-max-prompt-len, or raise --max-model-len of "
                 "the server"
             )
-        return cls(url, model=model, key=key, timeout=options.teacher_timeout, top_k=options.top_k)
+        timeout = options.teacher_timeout
+        return cls(url, model=model, key=key, timeout=timeout, top_k=options.top_k, vocab_size=vocab_size)
 
     @property
     def line(self) -> str:
@@ -78,11 +88,11 @@ class ServerTeacher:
     def head(self) -> Head | None:
         return None
 
-    def judge(self, packs: Sequence[PackedBatch]) -> list[Verdict]:
+    def score(self, packs: Sequence[PackedBatch]) -> list[TeacherScores]:
         sequences = [ids.tolist() for pack in packs for ids in pack.input_ids.split(pack.seqlens)]
         with raise_on_all_ranks(RolloutError, "--opd-teacher"):
             answers = iter(asyncio.run(self._ask_all(sequences)))
-        return [self._verdict(pack, [next(answers) for _ in pack.seqlens]) for pack in packs]
+            return [self._scores(pack, [next(answers) for _ in pack.seqlens]) for pack in packs]
 
     async def _ask_all(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
         slots = asyncio.Semaphore(CONCURRENCY)
@@ -91,7 +101,6 @@ class ServerTeacher:
             timeout=httpx.Timeout(self._timeout, connect=30.0, pool=None),
             trust_env=False,
             limits=httpx.Limits(max_connections=CONCURRENCY),
-            transport=httpx.AsyncHTTPTransport(retries=ATTEMPTS - 1),
         ) as client:
             return await asyncio.gather(*(self._ask(client, slots, ids) for ids in sequences))
 
@@ -102,7 +111,7 @@ class ServerTeacher:
             return [None] * len(ids)
         async with slots:
             try:
-                answer = _json(await client.post(f"{self._url}/v1/completions", json=body))
+                answer = _json(await self._post(client, body))
                 found = answer["choices"][0]["prompt_logprobs"]
                 if len(found) != len(ids):
                     raise ValueError(f"{len(found)} prompt_logprobs for {len(ids)} tokens")
@@ -112,25 +121,43 @@ class ServerTeacher:
                     f"--opd-teacher {self._url} gave no logprobs for {len(ids)} tokens: {type(error).__name__}: {error}"
                 ) from error
 
-    def _verdict(self, pack: PackedBatch, answers: Sequence[list[Any]]) -> Verdict:
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+        """Send a request, again if the connection breaks or the server is busy or restarts."""
+        for attempt in range(ATTEMPTS):
+            last = attempt == ATTEMPTS - 1
+            try:
+                answer = await client.post(f"{self._url}/v1/completions", json=body)
+                if last or not (answer.is_server_error or answer.status_code == 429):
+                    return answer
+            except httpx.TransportError:
+                if last:
+                    raise
+            await asyncio.sleep(WAIT_S * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _scores(self, pack: PackedBatch, answers: Sequence[list[Any]]) -> TeacherScores:
         following = [entry for answer in answers for entry in (*answer[1:], None)]  # of the label of each token
         labels = pack.labels.tolist()
         places = pack.loss_positions.tolist()
         entries = [following[t] or {str(labels[t]): {"logprob": 0.0}} for t in places]  # None: no loss there
         values = torch.tensor([_logprob(entry, labels[t]) for entry, t in zip(entries, places, strict=True)])
         if self._top_k is None:
-            return Verdict(values, {})
+            return TeacherScores(values, {})
         k = self._top_k
-        likeliest = [sorted(((x["logprob"], int(i)) for i, x in e.items()), reverse=True)[:k] for e in entries]
+        likeliest = [
+            sorted(((x["logprob"], int(i)) for i, x in e.items() if int(i) < self._vocab_size), reverse=True)[:k]
+            for e in entries
+        ]
         width = max(map(len, likeliest))
         ids, logprobs = zip(*(_padded(row, width) for row in likeliest), strict=True)
-        return Verdict(values, {TOP_IDS: torch.tensor(ids), TOP_LOGPROBS: _with_rest(torch.tensor(logprobs))})
+        return TeacherScores(values, {TOP_IDS: torch.tensor(ids), TOP_LOGPROBS: _with_rest(torch.tensor(logprobs))})
 
 
 def _padded(row: list[tuple[float, int]], width: int) -> tuple[list[int], list[float]]:
-    """Repeat nothing: only the row of a pack without loss tokens is short, and its weight is 0."""
-    more = width - len(row)
-    return [i for _, i in row] + list(range(more)), [x for x, _ in row] + [-math.inf] * more
+    """Add other tokens with probability 0. [width] each"""
+    ids, logprobs = [i for _, i in row], [x for x, _ in row]
+    others = [i for i in range(width + len(ids)) if i not in ids][: width - len(ids)]
+    return ids + others, logprobs + [EXCLUDED] * len(others)
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:  # [M, k] -> [M, k + 1]
@@ -140,7 +167,7 @@ def _with_rest(logprobs: Tensor) -> Tensor:  # [M, k] -> [M, k + 1]
 
 def _logprob(entry: dict[str, Any], token: int) -> float:
     value = float(entry[str(token)]["logprob"])
-    if not math.isfinite(value):
+    if not (math.isfinite(value) and value > LOWEST):
         raise RolloutError(f"--opd-teacher gave the logprob {value} for token {token}")
     return value
 

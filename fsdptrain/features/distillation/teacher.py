@@ -11,13 +11,15 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.errors import NumericsError
 from fsdptrain.feature import ComputeLogprobs, Feature, Features
 from fsdptrain.features.distillation.divergence import Head, top_tokens
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.stream import full_tensor
 from fsdptrain.model.loading.files import named_in_errors
-from fsdptrain.model.policy import evaluating, head_transform, policy_logprobs
+from fsdptrain.model.logit_passes import EXCLUDED
+from fsdptrain.model.policy import check_head, evaluating, head_transform, policy_logprobs
 from fsdptrain.model.probes.layout import choose_layout
 from fsdptrain.model.rows import Rows
 from fsdptrain.model.structure import lm_head, reshard
@@ -27,11 +29,25 @@ HIDDEN, TOP_IDS, TOP_LOGPROBS = "teacher_hidden", "teacher_top_ids", "teacher_to
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a teacher says about the M loss tokens of a pack, on the CPU."""
+class TeacherScores:
+    """A teacher's logprobs, and more for --opd-loss jsd, of the M loss tokens of a pack, on the CPU."""
 
     logprobs: Tensor  # [M] f32, of the labels
     extras: dict[str, Tensor]  # [M, ...] by name, of `TeacherOutputs`
+
+    def split(self, counts: list[int]) -> "list[TeacherScores]":
+        """Split into parts of `counts` tokens; the last ones may be left out."""
+        counts = [*counts, len(self.logprobs) - sum(counts)]
+        columns = {name: tensor.split(counts) for name, tensor in self.extras.items()}
+        return [
+            TeacherScores(part, {name: column[i] for name, column in columns.items()})
+            for i, part in enumerate(self.logprobs.split(counts)[:-1])
+        ]
+
+    @classmethod
+    def cat(cls, parts: "Sequence[TeacherScores]") -> "TeacherScores":
+        extras = {name: torch.cat([part.extras[name] for part in parts]) for name in parts[0].extras}
+        return cls(torch.cat([part.logprobs for part in parts]), extras)
 
 
 class Teacher(Protocol):
@@ -40,12 +56,12 @@ class Teacher(Protocol):
         """A line of the log."""
         ...
 
-    def judge(self, packs: Sequence[PackedBatch]) -> list[Verdict]:
-        """Judge packs on the CPU. Collective; every rank passes the same number of packs."""
+    def score(self, packs: Sequence[PackedBatch]) -> list[TeacherScores]:
+        """Score packs on the CPU. Collective; every rank passes the same number of packs."""
         ...
 
     def head(self) -> Head | None:
-        """Return the head of the teacher on the device, if `Verdict.extras` has hidden states. Collective."""
+        """Return the head of the teacher on the device, if `TeacherScores.extras` has hidden states. Collective."""
         ...
 
 
@@ -59,6 +75,7 @@ class TeacherOutputs(Feature):
     temperature: float
     chunk_size: int
     top_k: int | None
+    vocab_size: int  # of the policy
     model: PreTrainedModel | None = None
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
@@ -71,7 +88,7 @@ class TeacherOutputs(Feature):
             return {HIDDEN: hidden}
         assert self.model is not None
         head = head_of(self.model, self.temperature)
-        ids, logprobs = top_tokens(hidden, head, self.top_k, chunk_size=self.chunk_size)
+        ids, logprobs = top_tokens(hidden, head, self.top_k, vocab_size=self.vocab_size, chunk_size=self.chunk_size)
         return {TOP_IDS: ids, TOP_LOGPROBS: logprobs}
 
 
@@ -79,7 +96,10 @@ def head_of(model: PreTrainedModel, temperature: float) -> Head:
     """Return the head of `model`, as far as it is gathered."""
     head = dict(lm_head(model).named_parameters(recurse=False))
     transform = replace(head_transform(model.config), temperature=temperature)
-    return Head(head["weight"], head.get("bias"), transform)
+    bias = head.get("bias")
+    if bias is not None:  # as in `logprobs`: -inf excludes a token, and 0 * inf would be nan
+        bias = bias.clamp(min=max(EXCLUDED, torch.finfo(bias.dtype).min / 2))
+    return Head(head["weight"], bias, transform)
 
 
 class ModelTeacher:
@@ -94,7 +114,12 @@ class ModelTeacher:
         with named_in_errors("--opd-teacher"):
             self._model = load_model(config, path, meshes, features=features, stored_dtype=dtype)
             vocab_size = self._model.config.get_text_config().vocab_size
-            self._probe = choose_layout(self._model, "auto", vocab_size=vocab_size, compute_dtype=dtype)
+            try:
+                self._probe = choose_layout(self._model, "auto", vocab_size=vocab_size, compute_dtype=dtype)
+                layout = self._probe.layout
+                check_head(self._model, vocab_size=vocab_size, layout=layout, compute_dtype=dtype)
+            except NumericsError as error:  # raised on all ranks
+                raise NumericsError(f"--opd-teacher {config.value('opd_teacher')}: {error}") from error
         reshard(self._model)
         self._temperature = config.scoring_temperature
         self._has_outputs = outputs is not None
@@ -105,16 +130,16 @@ class ModelTeacher:
         return f"teacher: {count:,} parameters on the host; {self._probe.line}"
 
     @torch.no_grad()
-    def judge(self, packs: Sequence[PackedBatch]) -> list[Verdict]:
+    def score(self, packs: Sequence[PackedBatch]) -> list[TeacherScores]:
         with evaluating(self._model):
-            found = [self._judge(pack.to(platform.local_device())) for pack in packs]
+            found = [self._score(pack.to(platform.local_device())) for pack in packs]
         reshard(self._model)
         return found
 
-    def _judge(self, pack: PackedBatch) -> Verdict:
+    def _score(self, pack: PackedBatch) -> TeacherScores:
         found = policy_logprobs(self._model, pack, layout=self._probe.layout, temperature=self._temperature)
         values = found.values[pack.loss_positions].float().cpu()
-        return Verdict(values, {name: tensor.cpu() for name, tensor in found.extras.items()})
+        return TeacherScores(values, {name: tensor.cpu() for name, tensor in found.extras.items()})
 
     def head(self) -> Head | None:
         if not self._has_outputs:
@@ -124,10 +149,10 @@ class ModelTeacher:
         return replace(head, weight=full_tensor(head.weight, head.weight.dtype), bias=bias)
 
 
-def judge_by_policy(packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[Verdict]:
-    """Judge packs by the policy as it is before the first update of the rollout. Collective."""
+def score_by_policy(packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[TeacherScores]:
+    """Score packs by the policy as it is before the first update of the rollout. Collective."""
     return [
-        Verdict(
+        TeacherScores(
             found.values[pack.loss_positions].float(),
             {name: found.extras[name] for name in (TOP_IDS, TOP_LOGPROBS) if name in found.extras},
         )

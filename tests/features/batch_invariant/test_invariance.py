@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.feature import check_features
 from fsdptrain.features.batch_invariant.kernels import Invariant
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.model.policy import plain_batch
@@ -57,6 +59,24 @@ def compared(checkpoint: str) -> tuple[list[list[float]], int, int]:
         for one, values in zip(made, logprobs(whole), strict=True)
     )
     return [values.tolist() for values in alone], in_packs, in_engine
+
+
+def compared_with_threads(checkpoint: str, threads: int) -> tuple[int, int]:
+    torch.set_num_threads(threads)
+    return compared(checkpoint)[1:]
+
+
+def test_no_bit_depends_on_where_vectors_and_threads_end(tmp_path: Path) -> None:
+    """The width of the MLP is no multiple of a vector, and large enough for several threads."""
+    checkpoint = save_tiny_checkpoint(tmp_path, hidden_size=256, intermediate_size=700, num_hidden_layers=2)
+    assert spawn(1, compared_with_threads, str(checkpoint), 3) == [(0, 0)]
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "compile"])
+def test_layers_that_are_computed_elsewhere_are_refused(flag: str, tmp_path: Path) -> None:
+    config = Config(hf_checkpoint=str(save_tiny_checkpoint(tmp_path)), deterministic_mode=True, **{flag: True})
+    with pytest.raises(ConfigError, match="--deterministic-mode does not work with"):
+        check_features(config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -91,11 +91,21 @@ def test_top_tokens_bound_the_divergence_from_below_and_reach_it_with_the_whole_
     whole = of_target(WholeVocabulary(teacher, teachers, beta), hidden, head)
     before = torch.zeros_like(whole)
     for k in (1, 5, V - 1):
-        found = of_target(TopTokens(*top_tokens(teacher, teachers, k, chunk_size=3), beta), hidden, head)
+        found = of_target(TopTokens(*top_tokens(teacher, teachers, k, vocab_size=V, chunk_size=3), beta), hidden, head)
         assert (found >= before - 1e-12).all()
         assert (found <= whole + 1e-12).all()
         before = found
     torch.testing.assert_close(before, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_top_tokens_are_tokens_of_the_policy() -> None:
+    """The last 4 rows of the teacher's head are padding, and here the most likely tokens."""
+    weight = random(V + 4, TEACHER_D, seed=2)
+    bias = torch.zeros(V + 4, dtype=torch.float64).index_fill(0, torch.arange(V, V + 4), 50.0)
+    hidden = random(M, TEACHER_D, seed=1)
+    ids, logprobs = top_tokens(hidden, Head(weight, bias, TRANSFORMS[0]), 5, vocab_size=V, chunk_size=4)
+    assert ids.max() < V
+    torch.testing.assert_close(logprobs.exp().sum(1), torch.ones(M, dtype=torch.float64))
 
 
 def test_the_rest_is_what_the_chosen_tokens_leave() -> None:

@@ -5,7 +5,7 @@ policy's. All in float64.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.features.distillation.divergence import generalized_jsd, with_rest
-from fsdptrain.features.distillation.prompts import IDS
+from fsdptrain.features.distillation.prompts import BEFORE, IDS
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.logprobs import LogprobPasses
@@ -66,8 +66,9 @@ def samples_of(case: Case) -> list[Sample]:
     for number in range(7):
         prompt, response = rng.randrange(1, 8), rng.randrange(1, 20)
         ids = [rng.randrange(5, 264) for _ in range(prompt + response)]
-        mask = [False] * prompt + [True] + [rng.random() < 0.8 for _ in range(response - 1)]
-        extras = {IDS: [rng.randrange(5, 264) for _ in range(rng.randrange(1, 12))]} if case.teacher_prompt else {}
+        mask = [False] * prompt + [rng.random() < 0.8 for _ in range(response)]  # of stale tokens the first are masked
+        ids_of_teacher = [rng.randrange(5, 264) for _ in range(rng.randrange(1, 12))]
+        extras = {IDS: ids_of_teacher, BEFORE: [prompt]} if case.teacher_prompt else {}
         advantage = rng.gauss(0, 1) if case.advantages else 0.0
         made.append(Sample(str(number), ids, mask, [0.0] * len(ids), advantage=advantage, extras=extras))
     return made
@@ -83,10 +84,13 @@ def gradients(student: str, teacher: str, names: list[str]) -> dict[str, dict[st
 def _gradients(student: str, teacher: str, case: Case) -> dict[str, Tensor]:
     options = {"opd_teacher": teacher, **case.options, "opd_kl_coef": COEF, "logprob_chunk_size": 16}
     prompt = {"opd_teacher_prompt": "{prompt}"} if case.teacher_prompt else {}
-    config = Config(hf_checkpoint=student, algorithm="opd", rollout_temperature=TEMPERATURE, **options, **prompt)
+    # with a longer prompt of the teacher, some packs become two
+    limits = {"max_tokens_per_gpu": 40, "rollout_max_response_len": 20, "rollout_max_prompt_len": 8}
+    values = {**options, **prompt, **limits, "rollout_temperature": TEMPERATURE}
+    config = Config(hf_checkpoint=student, algorithm="opd", **values)
     backend = FSDPBackend(config, total_steps=1)
     rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
-    steps = make_batches(own_share(samples_of(case)), replace(rules, max_tokens=60), rollout=0)
+    steps = make_batches(own_share(samples_of(case)), rules, rollout=0)
     [step] = LogprobPasses(config, backend, backend.features).compute(steps)
     backend._optimizer.clip = _stop
     with suppress(_EnoughError):
@@ -101,7 +105,9 @@ def expected(student: str, teacher: str, case: Case) -> dict[str, Tensor]:
     total = sum(sum(sample.loss_mask[1:]) for sample in samples)
     for sample in samples:
         ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask[1:])
-        start = sample.loss_mask.index(True)
+        if not mask.any():
+            continue
+        start = sample.extras[BEFORE][0] if case.teacher_prompt else 1
         logits = logits_of(policy, ids)[mask]
         with torch.no_grad():
             before = torch.tensor(sample.extras[IDS]) if case.teacher_prompt else ids[:start]

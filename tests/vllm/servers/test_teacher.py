@@ -20,7 +20,7 @@ from tests.vllm.servers.conftest import PYTHON, wait_until_up
 
 pytestmark = pytest.mark.matrix
 SEGMENTS = [[7, 8, 9, 10, 11], [30, 31], [200, 100, 50, 25, 12, 6, 3]]
-ENV = "TEACHER_KEY"
+ENV, VOCAB = "TEACHER_KEY", 264
 
 
 @pytest.fixture(scope="module")
@@ -43,24 +43,24 @@ def config_of(model: Path, url: str, **options: object) -> Config:
     return Config(**{"hf_checkpoint": str(model), "algorithm": "opd", **teacher, **limits, **options})
 
 
-def test_its_verdicts_are_those_of_the_model(models, url: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_scores_are_those_of_the_model(models, url: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path = models["untied"].first
     monkeypatch.setenv(ENV, cases.KEY)
     config = config_of(path, url, opd_loss="jsd", opd_top_k=4)
-    teacher = ServerTeacher.connect(config, load_tokenizer(config, path))
+    teacher = ServerTeacher.connect(config, load_tokenizer(config, path), vocab_size=VOCAB)
     pack = plain_batch(SEGMENTS, device=torch.device("cpu"))
-    [verdict] = teacher.judge([pack])
+    [scores] = teacher.score([pack])
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([ids])).logits[0, :-1] for ids in SEGMENTS])
     labels = pack.labels[pack.loss_positions]
     wanted = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    torch.testing.assert_close(verdict.logprobs, wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(scores.logprobs, wanted, rtol=0, atol=1e-4)
     torch.testing.assert_close(
-        verdict.extras[TOP_LOGPROBS], with_rest(logits, verdict.extras[TOP_IDS]), rtol=0, atol=1e-4
+        scores.extras[TOP_LOGPROBS], with_rest(logits, scores.extras[TOP_IDS]), rtol=0, atol=1e-4
     )
     torch.testing.assert_close(
-        verdict.extras[TOP_LOGPROBS][:, :4], logits.log_softmax(-1).topk(4).values, atol=1e-4, rtol=0
+        scores.extras[TOP_LOGPROBS][:, :4], logits.log_softmax(-1).topk(4).values, atol=1e-4, rtol=0
     )
 
 
@@ -70,16 +70,17 @@ def test_its_verdicts_are_those_of_the_model(models, url: str, alone: None, monk
         ({}, "HTTP 401"),
         ({"opd_teacher_api_key_env": None}, "HTTP 401"),
         ({"max_tokens_per_gpu": 512}, "serves sequences of 300 tokens"),
+        ({"opd_loss": "jsd", "opd_top_k": 200}, "HTTP 400"),  # more than the server's --max-logprobs
     ],
 )
 def test_a_server_that_cannot_teach_is_refused(
     models, url: str, options: dict, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = models["untied"].first
-    monkeypatch.setenv(ENV, cases.KEY if "max_tokens_per_gpu" in options else "another")
+    monkeypatch.setenv(ENV, "another" if words == "HTTP 401" else cases.KEY)
     config = config_of(path, url, **options)
     with pytest.raises(ConfigError, match=words):
-        ServerTeacher.connect(config, load_tokenizer(config, path))
+        ServerTeacher.connect(config, load_tokenizer(config, path), vocab_size=VOCAB)
 
 
 def test_a_server_with_another_tokenizer_is_refused(models, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,4 +90,4 @@ def test_a_server_with_another_tokenizer_is_refused(models, url: str, monkeypatc
     tokenizer = load_tokenizer(config, path)
     tokenizer.add_tokens(["def f"])
     with pytest.raises(ConfigError, match="with another tokenizer"):
-        ServerTeacher.connect(config, tokenizer)
+        ServerTeacher.connect(config, tokenizer, vocab_size=VOCAB)
