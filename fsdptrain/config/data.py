@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,8 +70,8 @@ class DataConfig(Section):
             spec, _, weight = text.rpartition("=")
             short = spec.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition(":")[2]
             short = short.removesuffix(PurePath(short).suffix) if PurePath(short).suffix in FILE_SUFFIXES else short
-            same = sum(name == short or name.startswith(f"{short}_") for name in found)
-            found[f"{short}_{same + 1}" if same else short] = (spec, float(weight))
+            numbered = (f"{short}_{number}" for number in count(2))
+            found[next(name for name in chain([short], numbered) if name not in found)] = (spec, float(weight))
         return found
 
     def source(self, spec: str) -> "DataConfig":

@@ -200,6 +200,8 @@ def _as_message(message: Mapping[str, Any]) -> Message:
         role = _ROLES.get(str(sender))
         if role is None:
             raise UnusableRowError("unknown role", f"a message is from {sender!r}; known are {', '.join(_ROLES)}")
+        if content is None:
+            raise UnusableRowError("no content", f"a message from {sender!r} has no value: it has {', '.join(message)}")
         known["content"] = content
         if sender == "function_call":
             known |= {"content": "", "tool_calls": [{"type": "function", "function": _from_json(content, "value")}]}
@@ -209,6 +211,8 @@ def _as_message(message: Mapping[str, Any]) -> Message:
     calls = found.pop("tool_calls", None) or []
     if not isinstance(calls, list):
         raise UnusableRowError("tool calls", f"tool_calls holds {calls!r:.60}, not a list")
+    if known.get("content") is None and not calls:
+        raise UnusableRowError("no content", f"a message of {role} has no content: it has {', '.join(message)}")
     return found | {"tool_calls": [_as_call(call) for call in calls]} if calls else found
 
 

@@ -90,18 +90,27 @@ class ConversationEncoder:
     def _check_is_shown(self, conversation: Conversation, text: str) -> None:
         """Raise UnusableRowError if the template omits tools, tool calls or tool results."""
         messages = conversation.messages
-        for message in messages:
-            if message["role"] == "tool" and message["content"].strip() not in text:
-                raise UnusableRowError("tools", "the chat template does not show messages of the role tool")
+        marks = {index: f"result{index}of{len(text)}" for index, m in enumerate(messages) if m["role"] == "tool"}
+        marked = [{**m, "content": m["content"] + marks.get(index, "")} for index, m in enumerate(messages)]
+        found = self._other(replace(conversation, messages=marked)) if marks else None
+        if found is not None and not all(mark in found for mark in marks.values()):
+            raise UnusableRowError("tools", "the chat template does not show messages of the role tool")
         plain = [{name: value for name, value in m.items() if name != "tool_calls"} for m in messages]
-        if plain != messages and self._render(replace(conversation, messages=plain)) == text:
+        if plain != messages and self._other(replace(conversation, messages=plain)) == text:
             raise UnusableRowError(
                 "tools", "the chat template does not show tool_calls: use the template of a model with tools"
             )
-        if conversation.tools and self._render(replace(conversation, tools=None)) == text:
+        if conversation.tools and self._other(replace(conversation, tools=None)) == text:
             raise UnusableRowError(
                 "tools", "the chat template does not show tools: use the template of a model with tools"
             )
+
+    def _other(self, conversation: Conversation) -> str | None:
+        """Return the rendering of a conversation to compare with. None: the template refuses it, so it reads it."""
+        try:
+            return self._render(conversation)
+        except UnusableRowError:
+            return None
 
     def _turns(self, conversation: Conversation, text: str) -> list[Span]:
         """Return the spans of the trained turns."""

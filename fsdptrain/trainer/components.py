@@ -326,7 +326,7 @@ def build_samples_of(config: Config, tokenizer: PreTrainedTokenizerBase, data: R
     from fsdptrain.trainer.samples.sft import check_first_rows
 
     builder = SampleBuilder.of(config, tokenizer)
-    for part in data.stream.parts:
+    for part in data.stream.parts if config.run.num_rollout else ():
         check_first_rows(part, builder)
     return builder
 

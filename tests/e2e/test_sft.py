@@ -176,3 +176,12 @@ def test_data_of_an_unknown_form_is_one_line(checkpoint, tmp_path) -> None:
     last = result.err.strip().splitlines()[-1]
     assert "rows.jsonl has none of the known forms of supervised data" in last
     assert "its columns are question, answer; name the prompt and the response by --input-key and --label-key" in last
+
+
+def test_the_eval_command_computes_the_loss_of_all_rows_of_a_file(checkpoint, tmp_path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"messages": chat} for chat in CHATS])
+    argv = ["eval", "--checkpoint", str(checkpoint), "--algorithm", "sft", "--prompt-data", rows, "--no-bf16"]
+    result = command.run([*argv, "--output-dir", str(tmp_path / "eval")], tmp_path / "out")
+    assert result.code == 0, result.err
+    [row] = metrics_of(tmp_path / "eval")
+    assert row["eval/loss"] == pytest.approx(stock_loss(checkpoint, "assistant"), rel=1e-5)

@@ -133,3 +133,9 @@ def test_rows_are_held_out_by_source_and_excluded_from_all(tokenizer: Any, tmp_p
     assert {name: len(prompts) for name, prompts in data.supervised.items()} == {"a": 6, "b": 2}
     held_out = {prompt.source for prompts in data.supervised.values() for prompt in prompts}
     assert not held_out & {prompt.source for prompt in data.stream.next(200)}
+
+
+@pytest.mark.parametrize("names", [["train_2", "train"], ["train", "train", "train_2"], ["a", "a", "a"]])
+def test_no_source_replaces_another_by_its_name(names: list[str]) -> None:
+    sources = DataConfig(prompt_data=[f"{i}/{name}.jsonl=0.5" for i, name in enumerate(names)]).sources
+    assert [spec for spec, _ in sources.values()] == [f"{i}/{name}.jsonl" for i, name in enumerate(names)]
