@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from itertools import chain, count
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -88,13 +88,13 @@ class DataConfig(Section):
     def _weight_problems(self, config: "Config") -> Iterator[Problem]:
         several = len(self.prompt_data) > 1
         for text in self.prompt_data:
-            weight = re.fullmatch(r"[^=]*(?:\?.*)?=(\d*\.?\d+)", text)
+            weight = re.fullmatch(r".*=((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)", text)
             if several and (weight is None or float(weight[1]) == 0):
                 yield (
                     f"--prompt-data {text}: each of several sources needs a weight above 0, as in "
                     "--prompt-data a.jsonl=0.7 b.jsonl=0.3"
                 )
-            elif not several and weight is not None and "?" not in text:
+            elif not several and weight is not None and "?" not in text and not Path(text).exists():
                 yield f"--prompt-data {text}: a weight has no effect on one source: remove ={weight[1]}"
         if several and config.selection.curriculum != "none":
             yield f"--curriculum {config.selection.curriculum} needs one source, not several of --prompt-data"

@@ -150,6 +150,8 @@ MULTI_TURN = CHAT[1:]
         ({"messages": CHAT[2:3]}, CHAT_TEMPLATE, "inexact mask", "begins with the assistant"),
         ({"messages": "hello"}, TAGS, "no messages", "row dataset:0: the column messages holds 'hello'"),
         ({"prompt": "a", "label": None}, TAGS, "no response", "row dataset:0 has no response"),
+        ({"prompt": "a", "label": True}, TAGS, "no response", "the response of row dataset:0 is True, not text"),
+        ({"prompt": "a", "label": {"b": 1}}, TAGS, "no response", "row dataset:0 is {'b': 1}, not text"),
         (
             {"prompt": "a", "label": [say("tool", "x")]},
             TAGS,
