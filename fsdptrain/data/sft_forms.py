@@ -75,6 +75,10 @@ def form_reader(first: Values, data: DataConfig, sft: SftConfig, *, where: str) 
         return None
     columns = (data.input_key,) if named else COLUMNS[form]
     log.info("%s: form: %s, in %s %s", where, form, "columns" if columns[1:] else "column", " and ".join(columns))
+    if data.metadata_key is not None:
+        raise ConfigError(f"--metadata-key has no effect on {where}, rows of the form {form}: remove it")
+    if form == "text" and data.system_prompt not in ("auto", ""):
+        raise ConfigError(f"--system-prompt has no effect on {where}, which is text without messages: remove it")
     if form == "text" and sft.loss_on == "last":
         raise ConfigError(f"--sft-loss-on last has no effect on {where}, which is text without turns: remove it")
     convert = {"messages": _messages, "sharegpt": _messages, "alpaca": _alpaca, "completion": _completion}.get(form)

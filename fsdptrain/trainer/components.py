@@ -43,7 +43,7 @@ from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
-from fsdptrain.trainer.data import RunData, build_data
+from fsdptrain.trainer.data import RunData, build_data, require_same_data
 from fsdptrain.trainer.memory import build_planner, choose_sizes, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
@@ -120,6 +120,7 @@ def build_components(
         builders = sample_builders(instructed, tokenizer, data) if is_sft else None
         engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
+    require_same_data(data.stream)
     of_losses = supervised_evaluation(instructed, tokenizer, data) if data.supervised else None
     generates = bool(data.prompts) or not is_sft
     device = platform.local_device()

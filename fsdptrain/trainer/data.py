@@ -1,5 +1,6 @@
 """The prompts of a run: the stream to train on, and those held out for evaluation."""
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
@@ -16,6 +17,7 @@ from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
 from fsdptrain.data.rows import Row, Rows, content_hash, split_rows
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.stream import PromptSource
+from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import DataError
 from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Prompt
@@ -153,6 +155,16 @@ def _joined(config: Config, streams: Mapping[str, PromptStream]) -> PromptSource
     from fsdptrain.data.mixture import MixedPrompts
 
     return MixedPrompts(streams, [weight for _, weight in config.data.sources.values()], seed=config.rollout.seed)
+
+
+def require_same_data(stream: PromptSource) -> None:
+    """Raise DataError on all ranks if their sources differ in length, first row or held-out rows. Collective."""
+    with raise_on_all_ranks(DataError, "--prompt-data"):
+        found = [(len(part.rows), content_hash(part.first_row()), sorted(part.exclude)) for part in stream.parts]
+    digest = hashlib.sha256(repr(found).encode()).hexdigest()
+    require_same(
+        digest, DataError(f"--prompt-data {stream.name}: ranks read different rows: give all of them one copy")
+    )
 
 
 def sft_options(config: Config) -> SftConfig | None:

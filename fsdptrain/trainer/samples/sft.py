@@ -114,7 +114,8 @@ def build_samples(builders: Builders, prompts: Sequence[Prompt]) -> tuple[list[S
 def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
     """Warn if some of the first rows cannot be trained on, or if none of them trains a token that ends a turn.
 
-    Raises DataError if none of the first 1,000 rows, or of all, can be trained on. Does not move the stream.
+    Raises DataError if none of the first 1,000 rows, or of all, can be trained on, or if the masks of more than half of
+    the first 100 are inexact: the run would train on an accidental part of the data. Does not move the stream.
     """
     state, samples, refused = stream.state_dict(), list[Sample](), Refusals()
     while (tried := len(samples) + refused.counts.total()) < (CHECKED if samples else MOST_UNUSABLE):
@@ -126,6 +127,11 @@ def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
     if not samples:
         raise refused.none_usable(f"--prompt-data {stream.name}")
     stream.load_state_dict(state)
+    if (inexact := refused.counts["inexact mask"]) > tried / 2:
+        raise DataError(
+            f"--prompt-data {stream.name}: {inexact} of the first {tried} rows have no exact mask of the turns: "
+            f"set --sft-loss-on last, or use a template with generation tags; e.g. {refused.examples['inexact mask']}"
+        )
     if refused.counts:
         log.warning("%d of the first %d rows cannot be trained on, %s", refused.counts.total(), tried, refused.reasons)
     trained = {token for s in samples for token, m in zip(s.token_ids, s.loss_mask, strict=True) if m}

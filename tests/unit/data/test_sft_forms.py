@@ -88,6 +88,8 @@ def test_options_that_name_columns_and_the_form_are_respected() -> None:
             r"several forms, messages and text \(columns text, messages\): choo",
         ),
         ({"prompt": "a", "completion": "b", "label": True}, {}, {}, "several forms, completion and label"),
+        ({"text": "a"}, {}, {"system_prompt": "S"}, "--system-prompt has no effect on .*, which is text"),
+        ({"messages": [ASK]}, {}, {"metadata_key": "no"}, "--metadata-key has no effect on .* of the form messages"),
         ({"text": "a"}, {"format": "label"}, {}, "--input-key 'prompt' is not a column"),
         ({"text": "a"}, {"format": "alpaca"}, {}, "--sft-format alpaca needs the column instruction, .*it has text"),
         ({"text": "a"}, {"format": "text"}, {"input_key": "body"}, "--sft-format text needs the column body"),
@@ -189,3 +191,10 @@ def test_cells_of_csv_files_are_their_text(folder: bool, tmp_path: Path) -> None
     assert labels[:5] == cells[:5]
     assert labels[5] == Conversation([{"role": "user", "content": "5"}, ANSWER], first=1)
     assert labels[6] == "[INST]"
+
+
+def test_a_form_is_refused_with_images() -> None:
+    with pytest.raises(ConfigError, match="--sft-format text has no effect with --image-key"):
+        as_rows(
+            [{"text": "a", "image": []}], DataConfig(prompt_data="x"), image_key="image", sft=SftConfig(format="text")
+        )
