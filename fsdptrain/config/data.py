@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import PurePath
+from itertools import chain, count
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -69,8 +70,8 @@ class DataConfig(Section):
             spec, _, weight = text.rpartition("=")
             short = spec.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition(":")[2]
             short = short.removesuffix(PurePath(short).suffix) if PurePath(short).suffix in FILE_SUFFIXES else short
-            same = sum(name == short or name.startswith(f"{short}_") for name in found)
-            found[f"{short}_{same + 1}" if same else short] = (spec, float(weight))
+            numbered = (f"{short}_{number}" for number in count(2))
+            found[next(name for name in chain([short], numbered) if name not in found)] = (spec, float(weight))
         return found
 
     def source(self, spec: str) -> "DataConfig":
@@ -87,13 +88,13 @@ class DataConfig(Section):
     def _weight_problems(self, config: "Config") -> Iterator[Problem]:
         several = len(self.prompt_data) > 1
         for text in self.prompt_data:
-            weight = re.fullmatch(r"[^=]*(?:\?.*)?=(\d*\.?\d+)", text)
+            weight = re.fullmatch(r".*=((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)", text)
             if several and (weight is None or float(weight[1]) == 0):
                 yield (
                     f"--prompt-data {text}: each of several sources needs a weight above 0, as in "
                     "--prompt-data a.jsonl=0.7 b.jsonl=0.3"
                 )
-            elif not several and weight is not None and "?" not in text:
+            elif not several and weight is not None and "?" not in text and not Path(text).exists():
                 yield f"--prompt-data {text}: a weight has no effect on one source: remove ={weight[1]}"
         if several and config.selection.curriculum != "none":
             yield f"--curriculum {config.selection.curriculum} needs one source, not several of --prompt-data"
@@ -112,7 +113,7 @@ class DataConfig(Section):
                     yield f"--prompt-data-streaming has no effect on --prompt-data {spec}, which is no table: remove it"
         if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
             reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
-            yield from config.without_effect(config.columns, reason)
+            yield from config.without_effect([*config.columns, "sft_format"], reason)
         if not any(generated):
             reason = "on data of a fixed size: only reasoning_gym data is generated"
             yield from config.without_effect(["data_size"], reason)

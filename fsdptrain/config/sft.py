@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from fsdptrain.config.rules import NEUTRAL, IdleWith, Requires
 from fsdptrain.config.section import Section
 
-SftFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
+SftFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "label"]
 LossOn = Literal["assistant", "last", "all"]
 
 
@@ -17,7 +17,8 @@ class SftConfig(Section):
     RULES = (Requires("algorithm=sft"),)
 
     format: SftFormat = "auto"
-    """Form of the rows, see docs/sft.md. `auto`: by the columns, or those of --input-key and --label-key."""
+    """Form of the rows, see docs/sft.md. `auto`: by the columns. `label`: a prompt and a response, in the columns
+    --input-key and --label-key."""
     loss_on: LossOn = "assistant"
     """Tokens with a loss: those of all assistant turns, of the last one, or all tokens. Plain text: all."""
     eval_generate: Annotated[bool, NEUTRAL, Requires("eval_interval"), IdleWith("eval_size=0")] = False

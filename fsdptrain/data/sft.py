@@ -38,9 +38,10 @@ class SampleBuilder:
     budget: str = ""  # the options that set `max_tokens`
 
     @classmethod
-    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "SampleBuilder":
+    def of(cls, config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "SampleBuilder":
+        """Return the builder of one source, whose section is `data`."""
         limit = config.max_tokens_per_pack if config.batch.overlong_samples == "drop" else None
-        return cls(tokenizer, config.data, config.sft.loss_on, config.prompt_budget, limit, config.pack_budget)
+        return cls(tokenizer, data, config.sft.loss_on, config.prompt_budget, limit, config.pack_budget)
 
     def build(self, prompt: Prompt) -> Sample:
         """Return the sample of an untokenized prompt, or of one with images. Raises UnusableRowError."""
@@ -150,6 +151,8 @@ def _episode(prompt: Prompt) -> Sequence[Message]:
         raise UnusableRowError(
             "no response", f"row {prompt.id} has no response; --label-key names the column that holds it"
         )
+    if isinstance(label, bool | Mapping):
+        raise UnusableRowError("no response", f"the response of row {prompt.id} is {label!r:.60}, not text or messages")
     if not isinstance(label, list):
         return [{"role": "assistant", "content": str(label)}]
     is_episode = all(isinstance(m, Mapping) and m.get("role") and isinstance(m.get("content"), str) for m in label)

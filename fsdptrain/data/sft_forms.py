@@ -28,7 +28,7 @@ _ROLES = {
     "chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
     "function_call": "assistant",
 }  # fmt: skip
-_KNOWN = "messages; conversations; instruction and output; prompt and completion; text; or prompt and label"
+_KNOWN = "messages; conversations; instruction and output; prompt and completion; text; prompt and label"
 
 
 class UnusableRowError(DataError):
@@ -70,11 +70,15 @@ def form_reader(first: Values, data: DataConfig, sft: SftConfig, *, where: str) 
     """
     named = data.input_key != DataConfig().input_key
     form = _chosen(first, data, sft, where) if sft.format != "auto" else _detect(first, data, where)
-    if form is None:
+    if form == "label":
         log.info("%s: form: prompt and label, in the columns %s and %s", where, data.input_key, data.label_key)
         return None
     columns = (data.input_key,) if named else COLUMNS[form]
     log.info("%s: form: %s, in %s %s", where, form, "columns" if columns[1:] else "column", " and ".join(columns))
+    if data.metadata_key is not None:
+        raise ConfigError(f"--metadata-key has no effect on {where}, rows of the form {form}: remove it")
+    if form == "text" and data.system_prompt not in ("auto", ""):
+        raise ConfigError(f"--system-prompt has no effect on {where}, which is text without messages: remove it")
     if form == "text" and sft.loss_on == "last":
         raise ConfigError(f"--sft-loss-on last has no effect on {where}, which is text without turns: remove it")
     convert = {"messages": _messages, "sharegpt": _messages, "alpaca": _alpaca, "completion": _completion}.get(form)
@@ -87,6 +91,18 @@ def form_reader(first: Values, data: DataConfig, sft: SftConfig, *, where: str) 
         return Row(row_id, prompt, label)
 
     return read
+
+
+def usable_or_marked(read: Callable[[Values, str], Row]) -> Callable[[Values, str], Row]:
+    """Return `read` with rows marked as unusable in place of a DataError."""
+
+    def marked(values: Values, row_id: str) -> Row:
+        try:
+            return read(values, row_id)
+        except DataError as error:
+            return Row(row_id, row_id, Unusable(UnusableRowError("columns", str(error))))
+
+    return marked
 
 
 def require_labels(rows: Sequence[Row]) -> None:
@@ -102,6 +118,8 @@ def require_labels(rows: Sequence[Row]) -> None:
 def _chosen(first: Values, data: DataConfig, sft: SftConfig, where: str) -> str:
     """Return --sft-format. Raises if its columns are missing, or if an option names columns that it does not read."""
     form, default = sft.format, DataConfig()
+    if form == "label":
+        return form  # `as_rows` checks the columns
     if data.label_key != default.label_key or (data.input_key != default.input_key and form not in ONE_COLUMN):
         flag = "--label-key" if data.label_key != default.label_key else "--input-key"
         raise ConfigError(f"{flag} has no effect with --sft-format {form}, whose columns have fixed names: remove it")
@@ -113,18 +131,17 @@ def _chosen(first: Values, data: DataConfig, sft: SftConfig, where: str) -> str:
     return form
 
 
-def _detect(first: Values, data: DataConfig, where: str) -> str | None:
+def _detect(first: Values, data: DataConfig, where: str) -> str:
     default = DataConfig()
     if (data.input_key, data.label_key) != (default.input_key, default.label_key):
         value = first.get(data.input_key)
         if data.label_key in first or data.input_key not in first:
-            return None  # `as_rows` checks the columns
+            return "label"  # `as_rows` checks the columns
         if isinstance(value, list):
             return "messages"
-        return "text" if isinstance(value, str) and not data.label_key else None
-    if default.input_key in first and default.label_key in first:
-        return None
+        return "text" if isinstance(value, str) and not data.label_key else "label"
     found = [form for form, columns in COLUMNS.items() if all(column in first for column in columns)]
+    found += ["label"] * (default.input_key in first and default.label_key in first)
     if len(found) == 1:
         return found[0]
     if found:
@@ -146,7 +163,7 @@ def _messages(values: Values, columns: tuple[str, ...]) -> tuple[list[Message], 
 
 def _completion(values: Values, columns: tuple[str, ...]) -> tuple[Any, Any]:
     """A prompt and a completion: two strings, or two lists of messages."""
-    prompt, completion = (values.get(column) for column in columns)
+    prompt, completion = (_maybe_messages(values.get(column)) for column in columns)
     if isinstance(prompt, str) and isinstance(completion, str):
         _refuse_tools(values)
         return prompt, completion
@@ -155,6 +172,18 @@ def _completion(values: Values, columns: tuple[str, ...]) -> tuple[Any, Any]:
         completion = [{"role": "assistant", "content": completion}]
     after = _as_messages(completion, columns[1])
     return before, Conversation([*before, *after], _as_tools(values.get("tools")), first=len(before))
+
+
+def _maybe_messages(value: Any) -> Any:
+    """Return the messages of JSON text, as in csv files; other text as it is."""
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_chat = bool(found) and all(isinstance(m, Mapping) and ("role" in m or "from" in m) for m in found)
+    return found if is_chat else value
 
 
 def _alpaca(values: Values, _columns: tuple[str, ...]) -> tuple[Any, str]:
@@ -184,8 +213,8 @@ def _with_system(values: Values, messages: list[Message]) -> list[Message]:
 
 
 def _as_messages(value: Any, column: str) -> list[Message]:
-    if isinstance(value, str) and value.startswith("["):  # JSON, as in csv files
-        value = _from_json(value, column)
+    is_json = isinstance(value, str) and value.startswith("[")  # as in csv files
+    value = _from_json(value, column) if is_json else without_none(value)
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
         raise UnusableRowError("no messages", f"the column {column} holds {value!r:.60}, not a list of messages")
     return [_as_message(message) for message in value]
@@ -200,6 +229,8 @@ def _as_message(message: Mapping[str, Any]) -> Message:
         role = _ROLES.get(str(sender))
         if role is None:
             raise UnusableRowError("unknown role", f"a message is from {sender!r}; known are {', '.join(_ROLES)}")
+        if content is None:
+            raise UnusableRowError("no content", f"a message from {sender!r} has no value: it has {', '.join(message)}")
         known["content"] = content
         if sender == "function_call":
             known |= {"content": "", "tool_calls": [{"type": "function", "function": _from_json(content, "value")}]}
@@ -209,6 +240,8 @@ def _as_message(message: Mapping[str, Any]) -> Message:
     calls = found.pop("tool_calls", None) or []
     if not isinstance(calls, list):
         raise UnusableRowError("tool calls", f"tool_calls holds {calls!r:.60}, not a list")
+    if known.get("content") is None and not calls:
+        raise UnusableRowError("no content", f"a message of {role} has no content: it has {', '.join(message)}")
     return found | {"tool_calls": [_as_call(call) for call in calls]} if calls else found
 
 
@@ -228,7 +261,6 @@ def _as_call(call: Any) -> Any:
     """Return a tool call with arguments as a mapping, which most templates expect."""
     if not isinstance(call, Mapping):
         raise UnusableRowError("tool calls", f"a tool call is {call!r:.60}, not a mapping")
-    call = without_none(call)
     inner = call.get("function", call)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise UnusableRowError("tool calls", f"a tool call has no function name: {call!r:.60}")
@@ -243,11 +275,13 @@ def _as_tools(value: Any) -> list[Any] | None:
     """Return the column `tools`: a list of schemas, or its JSON text."""
     if isinstance(value, str):
         value = _from_json(value, "tools") if value.strip() not in ("", "None") else None
+    else:
+        value = without_none(value)
     if not value:
         return None
     if not isinstance(value, list):
         raise UnusableRowError("tools", f"the column tools holds {value!r:.60}, not a list of schemas")
-    return [without_none(tool) for tool in value]
+    return value
 
 
 def _refuse_tools(values: Values) -> None:

@@ -1,12 +1,13 @@
 """Tokens of a conversation and the exact mask of its trained turns.
 
 The chat template renders the whole conversation. A turn is found by the template's generation tags, or by rendering the
-messages before and up to it; both renderings must be prefixes of the whole one, in text and in tokens. There is no
+messages before and up to it; both renderings must be prefixes of the whole one, and end between two tokens. There is no
 approximate mask: a turn whose bounds are unknown, or lie within a token, raises UnusableRowError.
 """
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,10 +46,10 @@ class ConversationEncoder:
             raise UnusableRowError("no assistant turn", "no message to train on is of the assistant")
         conversation, text = self._prepared(conversation)
         self._check_is_shown(conversation, text)
-        ids = self._tokenize(text)
+        ids, offsets = self._tokenize(text)
         mask = [False] * len(ids)
         for start, end in [(0, len(text))] if self.loss_on == "all" else self._turns(conversation, text):
-            first, stop = (self._tokens_before(text, ids, place) for place in (start, end))
+            first, stop = (self._tokens_before(text, ids, offsets, place) for place in (start, end))
             mask[first:stop] = [True] * (stop - first)
         return ids, mask
 
@@ -90,18 +91,27 @@ class ConversationEncoder:
     def _check_is_shown(self, conversation: Conversation, text: str) -> None:
         """Raise UnusableRowError if the template omits tools, tool calls or tool results."""
         messages = conversation.messages
-        for message in messages:
-            if message["role"] == "tool" and message["content"].strip() not in text:
-                raise UnusableRowError("tools", "the chat template does not show messages of the role tool")
+        marks = {index: f"result{index}of{len(text)}" for index, m in enumerate(messages) if m["role"] == "tool"}
+        marked = [{**m, "content": m["content"] + marks.get(index, "")} for index, m in enumerate(messages)]
+        found = self._other(replace(conversation, messages=marked)) if marks else None
+        if found is not None and not all(mark in found for mark in marks.values()):
+            raise UnusableRowError("tools", "the chat template does not show messages of the role tool")
         plain = [{name: value for name, value in m.items() if name != "tool_calls"} for m in messages]
-        if plain != messages and self._render(replace(conversation, messages=plain)) == text:
+        if plain != messages and self._other(replace(conversation, messages=plain)) == text:
             raise UnusableRowError(
                 "tools", "the chat template does not show tool_calls: use the template of a model with tools"
             )
-        if conversation.tools and self._render(replace(conversation, tools=None)) == text:
+        if conversation.tools and self._other(replace(conversation, tools=None)) == text:
             raise UnusableRowError(
                 "tools", "the chat template does not show tools: use the template of a model with tools"
             )
+
+    def _other(self, conversation: Conversation) -> str | None:
+        """Return the rendering of a conversation to compare with. None: the template refuses it, so it reads it."""
+        try:
+            return self._render(conversation)
+        except UnusableRowError:
+            return None
 
     def _turns(self, conversation: Conversation, text: str) -> list[Span]:
         """Return the spans of the trained turns."""
@@ -146,11 +156,14 @@ class ConversationEncoder:
         assert rendered == text, "the template renders the same messages differently"
         return [(int(start), int(end)) for start, end in spans if start < end]
 
-    def _tokens_before(self, text: str, ids: Sequence[int], place: int) -> int:
+    def _tokens_before(self, text: str, ids: Sequence[int], offsets: Sequence[Span], place: int) -> int:
         """Return the number of tokens of `text[:place]`. Raises UnusableRowError if a token contains `place`."""
         if place == len(text):
             return len(ids)
-        before = self._tokenize(text[:place])
+        count = bisect_left(offsets, (place, 0))
+        if 0 < count < len(offsets) and offsets[count - 1][1] == place == offsets[count][0]:
+            return count
+        before, _ = self._tokenize(text[:place])  # offsets may leave out the space before a word
         if list(ids[: len(before)]) != before:
             around = text[max(0, place - 10) : place + 10]
             raise UnusableRowError(
@@ -174,8 +187,11 @@ class ConversationEncoder:
             ) from error
         return str(text)
 
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
+        """Return the tokens of a text and their places in it; no places if the tokenizer does not know them."""
+        fast = bool(self.tokenizer.is_fast)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast)
+        return list(found["input_ids"]), list(found["offset_mapping"]) if fast else []
 
     @cached_property
     def _template(self) -> str:

@@ -66,7 +66,7 @@ def open_stream(data: DataConfig, *, image_key: str | None, sft: SftConfig | Non
     table, path = load_table(spec, options, data, flag="--prompt-data", streaming=True), Path(spec)
     name = path.name if path.exists() else spec
     with readable(name):
-        first = next(iter(table), None)
+        first = next(iter(table.take(1)), None)  # `iter(table)` would move the state of the table
     if first is None:
         raise DataError(f"--prompt-data {name} has no rows; check the file and --prompt-split {data.prompt_split}")
     where = f"--prompt-data {name}"

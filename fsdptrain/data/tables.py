@@ -91,13 +91,22 @@ def row_reader(
         read = form_reader(first, data, sft, where=where)
         if read is not None:
             return read
+    if sft is not None and image_key is not None and sft.format not in ("auto", "label"):
+        raise ConfigError(
+            f"--sft-format {sft.format} has no effect with --image-key, whose rows have a label: remove it"
+        )
     for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
         _check_column(option, column, first, where=where)
     if data.metadata_key is not None:
         _check_column("--metadata-key", data.metadata_key, first, where=where)
     if image_key is not None:
         _check_column("--image-key", image_key, first, where=where)
-    return _Columns(data.input_key, data.label_key, data.metadata_key, image_key, folder)
+    columns = _Columns(data.input_key, data.label_key, data.metadata_key, image_key, folder)
+    if sft is None or image_key is not None:
+        return columns
+    from fsdptrain.data.sft_forms import usable_or_marked
+
+    return usable_or_marked(columns)
 
 
 def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
@@ -219,12 +228,25 @@ def load_table(name: str, options: dict[str, Any], data: DataConfig, *, flag: st
             if form == "json":
                 _check_begin(path, where=f"{flag} {name}")
             datasets.disable_progress_bars()  # reading a local file is fast
-            return datasets.load_dataset(form, data_files=name, split="train", streaming=streaming)
+            text = _as_text(path) if form == "csv" else {}
+            return datasets.load_dataset(form, data_files=name, split="train", streaming=streaming, **text)
         options = {"split": data.prompt_split, **options}
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             saved = _load_saved(path, options["split"])
             return saved.to_iterable_dataset() if streaming else saved
-        return datasets.load_dataset(name, **options, streaming=streaming)
+        files = [file for file in path.rglob("*") if file.suffix in FILE_FORMATS] if path.is_dir() else []
+        text = _as_text(files[0]) if {file.suffix for file in files} == {".csv"} else {}
+        return datasets.load_dataset(name, **options, streaming=streaming, **text)
+
+
+def _as_text(path: Path) -> dict[str, Any]:
+    """Return options of `load_dataset` for the text of all csv cells; by default `None` is null and 3 may be 3.0."""
+    import datasets
+    import pandas
+
+    columns = pandas.read_csv(path, nrows=0).columns
+    features = datasets.Features({str(column): datasets.Value("string") for column in columns})
+    return {"keep_default_na": False, "features": features}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -42,7 +43,7 @@ from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
-from fsdptrain.trainer.data import RunData, build_data
+from fsdptrain.trainer.data import RunData, build_data, require_same_data
 from fsdptrain.trainer.memory import build_planner, choose_sizes, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
@@ -56,9 +57,9 @@ from fsdptrain.trainer.waits import Waits, watched_waits
 from fsdptrain.types import Episode, Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from fsdptrain.data.sft import SampleBuilder
     from fsdptrain.trainer.evaluation import Evaluation
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
+    from fsdptrain.trainer.samples.sft import Builders
     from fsdptrain.trainer.sft_evaluation import LossEvaluation
 
 log = logging.getLogger(__name__)
@@ -116,9 +117,11 @@ def build_components(
         )
         advantages = advantage_rule(config, reward_function)
         data = build_data(instructed, tokenizer, dataset, environment, processor)
-        builder = build_samples_of(instructed, tokenizer, data) if is_sft else None
+        builders = sample_builders(instructed, tokenizer, data) if is_sft else None
         engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
+    require_same_data(data.stream)
+    of_losses = supervised_evaluation(instructed, tokenizer, data) if data.supervised else None
     generates = bool(data.prompts) or not is_sft
     device = platform.local_device()
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
@@ -141,8 +144,8 @@ def build_components(
             if isinstance(sampler, Closing):
                 stack.callback(sampler.close)
             evaluation = build_evaluation(config, sampler, data.prompts)
-        if builder is not None:
-            evaluation = loss_evaluation(config, backend, builder, data, evaluation)
+        if of_losses is not None:
+            evaluation = of_losses(config, backend, generation=evaluation)
         yield Components(
             config=config,
             backend=backend,
@@ -152,7 +155,7 @@ def build_components(
             weight_sync=weight_sync,
             waits=waits,
             stream=data.stream,
-            source=build_source(instructed, data.stream, builder, sampler, advantages, timeline, background, features),
+            source=build_source(instructed, data.stream, builders, sampler, advantages, timeline, background, features),
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
@@ -320,42 +323,44 @@ def build_evaluation(config: Config, sampler: Sampler, held_out: Sequence[Prompt
     return Evaluation(config, sampler, own_share(held_out))
 
 
-def build_samples_of(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> "SampleBuilder":
-    """Return the builder of supervised samples. Raises DataError if it can use none of the first rows."""
+def sample_builders(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> "Builders":
+    """Return the builders of supervised samples. Raises DataError if they can use none of the first rows."""
     from fsdptrain.data.sft import SampleBuilder
     from fsdptrain.trainer.samples.sft import check_first_rows
 
-    builder = SampleBuilder.of(config, tokenizer)
-    for part in data.stream.parts:
-        check_first_rows(part, builder)
-    return builder
+    builders = {
+        name: SampleBuilder.of(config, part.data, tokenizer)
+        for name, part in zip(config.data.sources, data.stream.parts, strict=True)
+    }
+    if config.run.num_rollout:
+        for part, builder in zip(data.stream.parts, builders.values(), strict=True):
+            check_first_rows(part, builder)
+    return builders
 
 
-def loss_evaluation(
-    config: Config, backend: PolicyBackend, builder: "SampleBuilder", data: RunData, generation: "Evaluation | None"
-) -> "LossEvaluation | None":
-    """Build the evaluation of a supervised run. None if no rows are held out. Collective."""
-    if not data.supervised:
-        return None
-    from fsdptrain.trainer.sft_evaluation import LossEvaluation
+def supervised_evaluation(
+    config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData
+) -> "Callable[..., LossEvaluation]":
+    """Build the held-out samples. Returns the function that builds their evaluation. Collective."""
+    from fsdptrain.trainer.sft_evaluation import LossEvaluation, held_out_samples
 
-    return replace(LossEvaluation.of(config, backend, builder, data.supervised), generation=generation)
+    return partial(LossEvaluation.of, data=data, samples=held_out_samples(config, tokenizer, data))
 
 
 def build_source(
     config: Config,
     stream: PromptSource,
-    builder: "SampleBuilder | None",
+    builders: "Builders | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
     timeline: Timeline,
     background: Background | None,
     features: Features,
 ) -> SampleSource:
-    if builder is not None:
+    if builders is not None:
         from fsdptrain.trainer.samples.sft import SftSource
 
-        return SftSource.of(config, stream, builder)
+        return SftSource.of(config, stream, builders)
     assert sampler is not None, "reinforcement learning has an engine"
     sampling = SamplingParams(
         num_samples=config.algorithm.n_samples_per_prompt,

@@ -1,5 +1,6 @@
 """The prompts of a run: the stream to train on, and those held out for evaluation."""
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
@@ -12,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.algorithm import SelectionConfig
 from fsdptrain.config.sft import SftConfig
-from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
+from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts, system_prompt_of
 from fsdptrain.data.rows import Row, Rows, content_hash, split_rows
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.stream import PromptSource
+from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import DataError
 from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Prompt
@@ -38,11 +40,12 @@ class RunData:
     stream: PromptSource  # to train on
     prompts: list[Prompt]  # held out, to generate responses for
     supervised: Mapping[str, Sequence[Prompt]]  # held out by source, to compute the loss of; empty in RL
+    held_out: Mapping[str, DataConfig]  # of each source with held-out rows
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """One source of --prompt-data, without its held-out rows."""
+    """One source of --prompt-data, without its held-out rows; or the rows of --eval-prompt-data."""
 
     data: DataConfig  # of this source only
     rows: "Rows | RowStream"
@@ -59,21 +62,29 @@ def build_data(
     """Load the rows, and split them into those to train on and those held out (none if the run never evaluates)."""
     image_key = None if processor is None else processor.image_key
     sources = _open_sources(config, dataset, environment, image_key)
-    held_out = {name: source.held_out for name, source in sources.items() if source.held_out}
+    held_out = {name: source for name, source in sources.items() if source.held_out}
     if config.evaluates and config.data.eval_prompt_data is not None:
-        held_out = {"": _evaluation_rows(config, config.data.eval_prompt_data, image_key)}
-    exclude = {content_hash(row) for rows in held_out.values() for row in rows}
-    make = supervised_prompt(config, tokenizer, processor)
+        own = config.data.source(config.data.eval_prompt_data)
+        if len(sources) == 1:  # evaluated with the system prompt that is trained
+            [trained] = sources.values()
+            own = own.model_copy(update={"system_prompt": system_prompt_of(trained.data)})
+        rows = _evaluation_rows(config, own, image_key)
+        held_out = {"": OpenSource(own, rows, rows)}
+    exclude = {content_hash(row) for source in held_out.values() for row in source.held_out}
     streams = {
-        name: _stream(config, source, tokenizer, exclude=exclude, processor=processor, make=make)
+        name: _stream(config, source, tokenizer, exclude=exclude, processor=processor)
         for name, source in sources.items()
     }
     prompts: list[Prompt] = []
-    for name, rows in held_out.items() if config.generates else ():
-        made = held_out_prompts(config, tokenizer, rows, processor)
-        prompts += [replace(prompt, id=f"{name}/{prompt.id}") if name else prompt for prompt in made]
-    supervised = {name: [make(row) for row in rows] for name, rows in held_out.items()} if make else {}
-    return RunData(_joined(config, streams), prompts, supervised)
+    supervised: dict[str, list[Prompt]] = {}
+    for name, source in held_out.items():
+        if config.generates:
+            made = held_out_prompts(config, tokenizer, source, processor)
+            prompts += [replace(prompt, id=f"{name}/{prompt.id}") if name else prompt for prompt in made]
+        if make := supervised_prompt(config, source.data, tokenizer, processor):
+            supervised[name] = [make(row) for row in source.held_out]
+    data = {name: source.data for name, source in held_out.items()}
+    return RunData(_joined(config, streams), prompts, supervised, data)
 
 
 def _open_sources(
@@ -107,9 +118,8 @@ def _open_sources(
     return found
 
 
-def _evaluation_rows(config: Config, spec: str, image_key: str | None) -> list[Row]:
+def _evaluation_rows(config: Config, data: DataConfig, image_key: str | None) -> list[Row]:
     """Return the first rows of --eval-prompt-data."""
-    data = config.data.source(spec)
     rows = load_rows(
         data, seed=config.run.seed, flag="--eval-prompt-data", image_key=image_key, sft=sft_options(config)
     )
@@ -123,7 +133,6 @@ def _stream(
     *,
     exclude: Collection[str],
     processor: PromptProcessor | None,
-    make: Callable[..., Prompt] | None,
 ) -> PromptStream:
     """Build the stream of one source."""
     options: dict[str, Any] = {
@@ -132,7 +141,7 @@ def _stream(
         "exclude": exclude,
         "max_prompt_len": config.prompt_budget,
         "processor": processor,
-        "make": make,
+        "make": supervised_prompt(config, source.data, tokenizer, processor),
     }
     if not isinstance(source.rows, Sized):
         from fsdptrain.data.streaming import StreamedPrompts
@@ -151,34 +160,44 @@ def _joined(config: Config, streams: Mapping[str, PromptStream]) -> PromptSource
     return MixedPrompts(streams, [weight for _, weight in config.data.sources.values()], seed=config.rollout.seed)
 
 
+def require_same_data(stream: PromptSource) -> None:
+    """Raise DataError on all ranks if their sources differ in length, first row or held-out rows. Collective."""
+    with raise_on_all_ranks(DataError, "--prompt-data"):
+        found = [(len(part.rows), content_hash(part.first_row()), sorted(part.exclude)) for part in stream.parts]
+    digest = hashlib.sha256(repr(found).encode()).hexdigest()
+    require_same(
+        digest, DataError(f"--prompt-data {stream.name}: ranks read different rows: give all of them one copy")
+    )
+
+
 def sft_options(config: Config) -> SftConfig | None:
     """Return the options of supervised data, if the run is supervised."""
     return config.sft if config.algorithm.algorithm == "sft" else None
 
 
 def supervised_prompt(
-    config: Config, tokenizer: PreTrainedTokenizerBase, processor: PromptProcessor | None
+    config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: PromptProcessor | None
 ) -> Callable[..., Prompt] | None:
     """Return the function that makes a prompt of a supervised row, without tokens but with images. None in RL."""
     if sft_options(config) is None:
         return None
     if processor is not None:
-        return partial(make_prompt, tokenizer=tokenizer, data=config.data, processor=processor)
+        return partial(make_prompt, tokenizer=tokenizer, data=data, processor=processor)
     from fsdptrain.data.sft import untokenized
 
     return untokenized
 
 
 def held_out_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], processor: PromptProcessor | None
+    config: Config, tokenizer: PreTrainedTokenizerBase, source: OpenSource, processor: PromptProcessor | None
 ) -> list[Prompt]:
     """Return the prompts to generate responses for, none longer than the prompt limit."""
-    budget = config.prompt_budget
+    budget, rows = config.prompt_budget, source.held_out
     if sft_options(config) is not None:
         from fsdptrain.data.sft_forms import require_labels
 
         require_labels(rows)
-    prompts = make_prompts(rows, tokenizer, data=config.data, max_prompt_len=budget, processor=processor)
+    prompts = make_prompts(rows, tokenizer, data=source.data, max_prompt_len=budget, processor=processor)
     if len(prompts) < len(rows):
         line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
         log.warning(line, len(rows) - len(prompts), len(rows), budget)

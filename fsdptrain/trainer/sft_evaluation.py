@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.data.sft import SampleBuilder
@@ -13,10 +15,11 @@ from fsdptrain.distributed import gather, raise_on_all_ranks, sum_over_ranks
 from fsdptrain.errors import DataError
 from fsdptrain.trainer.backend import PolicyBackend
 from fsdptrain.trainer.batches import PackingRules, make_batches
+from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.samples.sft import Refusals, build_samples
 from fsdptrain.trainer.samples.source import images_of, own_share
-from fsdptrain.types import Images, Metrics, Prompt, Sample
+from fsdptrain.types import Images, Metrics, Sample
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +36,21 @@ class LossEvaluation:
 
     @classmethod
     def of(
-        cls, config: Config, backend: PolicyBackend, builder: SampleBuilder, held_out: Mapping[str, Sequence[Prompt]]
+        cls,
+        config: Config,
+        backend: PolicyBackend,
+        *,
+        samples: Mapping[str, list[Sample]],
+        data: RunData,
+        generation: Evaluation | None,
     ) -> "LossEvaluation":
-        """Build the samples of `held_out`. Leaves out rows that cannot be trained on, with a warning. Collective."""
+        """Evaluate `samples` of this rank, without those that a pack cannot hold. Collective."""
         rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
         limit = {"max_tokens": rules.max_tokens, "overlong_samples": config.batch.overlong_samples}
-        samples: dict[str, list[Sample]] = {}
-        for source, prompts in held_out.items():
-            with raise_on_all_ranks(DataError, "--eval-prompt-data"):
-                made, refused = build_samples(builder, own_share(prompts))
-                samples[source] = drop_overlong(made, **limit)[0]  # type: ignore[arg-type]
-            refused = sum(gather(refused), Refusals())
-            count = refused.counts.total()
-            if count == len(prompts):
-                raise refused.none_usable("held out for evaluation")
-            if count:
-                example = next(iter(refused.examples.values()))
-                log.warning("evaluations leave out %d of %d rows, e.g. %s", count, len(prompts), example)
-        images = {name: image for prompts in held_out.values() for name, image in images_of(prompts).items()}
-        return cls(backend, replace(rules, steps_per_epoch=1, num_epochs=1), samples, images)
+        with raise_on_all_ranks(DataError, "rows held out for evaluation"):
+            samples = {name: drop_overlong(made, **limit)[0] for name, made in samples.items()}  # type: ignore[arg-type]
+        images = {name: image for prompts in data.supervised.values() for name, image in images_of(prompts).items()}
+        return cls(backend, replace(rules, steps_per_epoch=1, num_epochs=1), samples, images, generation)
 
     def run(self) -> tuple[Metrics, list[dict[str, Any]]]:
         """Return eval/loss, a mean over the trained tokens of all ranks, and eval/perplexity, also by source.
@@ -77,6 +76,28 @@ class LossEvaluation:
                 count += int(pack.loss_mask.sum())
         total, count = sum_over_ranks([total, count])  # ranks that share packs count each token equally often
         return total, count
+
+
+def held_out_samples(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> dict[str, list[Sample]]:
+    """Build this rank's samples of held-out rows, by source. Leaves out, with a warning, what cannot be trained on.
+
+    Raises DataError if no row of a source is usable. Collective.
+    """
+    own = config.data.eval_prompt_data
+    where = f"--eval-prompt-data {own}" if own else f"--prompt-data {config.data.data_name}"
+    samples: dict[str, list[Sample]] = {}
+    for source, prompts in data.supervised.items():
+        builder = SampleBuilder.of(config, data.held_out[source], tokenizer)
+        with raise_on_all_ranks(DataError, where):
+            samples[source], refused = build_samples({"": builder}, own_share(prompts))
+        refused = sum(gather(refused), Refusals())
+        count = refused.counts.total()
+        if count == len(prompts):
+            raise refused.none_usable(f"{where}, held out for evaluation")
+        if count:
+            example = next(iter(refused.examples.values()))
+            log.warning("evaluations leave out %d of %d rows, e.g. %s", count, len(prompts), example)
+    return samples
 
 
 def _loss_metrics(name: str, total: float, count: float) -> Metrics:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from fsdptrain.types import Prompt, Sample
 log = logging.getLogger(__name__)
 
 CHECKED = 100  # rows at the start
+
+Builders = Mapping[str, SampleBuilder]  # by source of the data; "": of data of one source
 
 
 @dataclass
@@ -42,8 +44,8 @@ class Refusals:
         """Number and an example of each kind, most frequent first."""
         return "; ".join(f"{count}: {self.examples[kind]}" for kind, count in self.counts.most_common())
 
-    def none_usable(self, data: str) -> DataError:
-        return DataError(f"--prompt-data {data}: none of {self.counts.total()} rows can be trained on, {self.reasons}")
+    def none_usable(self, where: str) -> DataError:
+        return DataError(f"{where}: none of {self.counts.total()} rows can be trained on, {self.reasons}")
 
 
 @dataclass
@@ -51,14 +53,14 @@ class SftSource:
     """Draws rows from a stream, and builds samples of them. Skips and counts rows that cannot be trained on."""
 
     stream: PromptSource
-    builder: SampleBuilder
+    builders: Builders
     num_samples: int  # of an optimizer step, of all ranks
     in_flight: bool = False
     _warned: set[str] = field(init=False, default_factory=set)  # kinds of refusals
 
     @classmethod
-    def of(cls, config: Config, stream: PromptSource, builder: SampleBuilder) -> "SftSource":
-        return cls(stream, builder, num_samples=config.samples_per_rollout)
+    def of(cls, config: Config, stream: PromptSource, builders: Builders) -> "SftSource":
+        return cls(stream, builders, num_samples=config.samples_per_rollout)
 
     def run_ahead(self, step: int) -> None:
         """Do nothing: SFT has no engine."""
@@ -74,11 +76,11 @@ class SftSource:
                 asked = self.stream.next(missing)
                 for prompt in asked:
                     self.stream.record(prompt)
-                made, found = build_samples(self.builder, own_share(asked))
+                made, found = build_samples(self.builders, own_share(asked))
             found = sum(gather(found), Refusals())
             in_a_row = in_a_row + found if found.counts.total() == missing else Refusals()
             if in_a_row.counts.total() >= MOST_UNUSABLE:
-                raise in_a_row.none_usable(self.stream.name)
+                raise in_a_row.none_usable(f"--prompt-data {self.stream.name}")
             samples, drawn, refused = samples + made, drawn + asked, refused + found
         self._warn(refused)
         self.stream.count_too_long(refused.counts[LONG_PROMPT])
@@ -97,10 +99,12 @@ class SftSource:
         self._warned |= refused.counts.keys()
 
 
-def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[list[Sample], Refusals]:
+def build_samples(builders: Builders, prompts: Sequence[Prompt]) -> tuple[list[Sample], Refusals]:
+    """Build the samples of `prompts`: ids of a mixture's prompts begin with the source."""
     samples, refused = list[Sample](), Refusals()
     for prompt in prompts:
         try:
+            builder = builders[""] if "" in builders else builders[prompt.id.partition("/")[0]]
             samples.append(builder.build(prompt))
         except UnusableRowError as error:
             refused.add(error)
@@ -110,18 +114,24 @@ def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[li
 def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
     """Warn if some of the first rows cannot be trained on, or if none of them trains a token that ends a turn.
 
-    Raises DataError if none of the first 1,000 rows, or of all, can be trained on. Does not move the stream.
+    Raises DataError if none of the first 1,000 rows, or of all, can be trained on, or if the masks of more than half of
+    the first 100 are inexact: the run would train on an accidental part of the data. Does not move the stream.
     """
     state, samples, refused = stream.state_dict(), list[Sample](), Refusals()
     while (tried := len(samples) + refused.counts.total()) < (CHECKED if samples else MOST_UNUSABLE):
         [prompt] = stream.next(1)
         if stream.epoch:
             break
-        made, found = build_samples(builder, [prompt])
+        made, found = build_samples({"": builder}, [prompt])
         samples, refused = samples + made, refused + found
     if not samples:
-        raise refused.none_usable(stream.name)
+        raise refused.none_usable(f"--prompt-data {stream.name}")
     stream.load_state_dict(state)
+    if (inexact := refused.counts["inexact mask"]) > tried / 2:
+        raise DataError(
+            f"--prompt-data {stream.name}: {inexact} of the first {tried} rows have no exact mask of the turns: "
+            f"set --sft-loss-on last, or use a template with generation tags; e.g. {refused.examples['inexact mask']}"
+        )
     if refused.counts:
         log.warning("%d of the first %d rows cannot be trained on, %s", refused.counts.total(), tried, refused.reasons)
     trained = {token for s in samples for token, m in zip(s.token_ids, s.loss_mask, strict=True) if m}

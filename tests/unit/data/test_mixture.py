@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from fsdptrain.config import Config, DataConfig, RolloutConfig
 from fsdptrain.data.mixture import MixedPrompts
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
+from fsdptrain.data.sft import SampleBuilder
 from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.trainer.components import sample_builders
 from fsdptrain.trainer.data import build_data
+from fsdptrain.trainer.samples.sft import build_samples
 from tests.testing import tiny_tokenizer
 
 
@@ -133,3 +137,50 @@ def test_rows_are_held_out_by_source_and_excluded_from_all(tokenizer: Any, tmp_p
     assert {name: len(prompts) for name, prompts in data.supervised.items()} == {"a": 6, "b": 2}
     held_out = {prompt.source for prompts in data.supervised.values() for prompt in prompts}
     assert not held_out & {prompt.source for prompt in data.stream.next(200)}
+
+
+@pytest.mark.parametrize("names", [["train_2", "train"], ["train", "train", "train_2"], ["a", "a", "a"]])
+def test_no_source_replaces_another_by_its_name(names: list[str]) -> None:
+    sources = DataConfig(prompt_data=[f"{i}/{name}.jsonl=0.5" for i, name in enumerate(names)]).sources
+    assert [spec for spec, _ in sources.values()] == [f"{i}/{name}.jsonl" for i, name in enumerate(names)]
+
+
+def test_the_system_prompt_is_that_of_the_source(tokenizer: Any, tmp_path: Path) -> None:
+    """--system-prompt auto has an instruction for reasoning_gym data only."""
+    (tmp_path / "chats.jsonl").write_text("".join(f'{{"prompt": "{i}", "label": "x"}}\n' for i in range(20)))
+    files, gym = f"{tmp_path}/chats.jsonl=0.5", "reasoning_gym:spell_backward=0.5"
+    values: dict[str, Any] = {"hf_checkpoint": "x", "data_size": 20, "eval_size": 4, "max_tokens_per_gpu": 4096}
+    data = build_data(Config(**values, reward="exact", prompt_data=[gym, files]), tokenizer, None, None)
+    for prompt in [*data.prompts, *data.stream.next(20)]:
+        assert ("<answer>" in prompt.text) == prompt.id.startswith("spell_backward/")
+    alone = Config(
+        **values, reward="exact", prompt_data=gym.removesuffix("=0.5"), eval_prompt_data=files.removesuffix("=0.5")
+    )
+    assert not any("<answer>" in prompt.text for prompt in build_data(alone, tokenizer, None, None).prompts)
+
+    config = Config(**values, algorithm="sft", prompt_data=[gym, files])
+    data = build_data(config, tokenizer, None, None)
+    builders = sample_builders(config, tokenizer, data)
+    prompts = data.stream.next(20)
+    samples, _ = build_samples(builders, prompts)
+    for name, own in data.supervised.items():
+        samples += build_samples({"": SampleBuilder.of(config, data.held_out[name], tokenizer)}, own)[0]
+    assert len(samples) > 20
+    for sample in samples:
+        name = sample.group_id.rpartition("/")[2]
+        assert ("<answer>" in tokenizer.decode(sample.token_ids)) == name.startswith("spell_backward")
+
+
+@pytest.mark.parametrize("weight", ["0.5", "1.", "1e-1", ".5", "2"])
+def test_the_weight_follows_the_last_equals_sign(weight: str, tmp_path: Path) -> None:
+    path = f"{tmp_path}/year=2024/rows.parquet"
+    data = Config(hf_checkpoint="x", reward="exact", prompt_data=[f"{path}={weight}", f"a.jsonl={weight}"]).data
+    assert data.sources == {"rows": (path, float(weight)), "a": ("a.jsonl", float(weight))}
+
+
+def test_a_path_with_an_equals_sign_is_one_source(tmp_path: Path) -> None:
+    folder = tmp_path / "year=2024"
+    with pytest.raises(ConfigError, match="a weight has no effect on one source: remove =2024"):
+        Config(hf_checkpoint="x", reward="exact", prompt_data=[str(folder)])
+    folder.mkdir()
+    assert Config(hf_checkpoint="x", reward="exact", prompt_data=[str(folder)]).data.sources == {"": (str(folder), 1.0)}

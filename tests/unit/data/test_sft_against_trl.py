@@ -130,6 +130,16 @@ def our_loss(samples: Sequence[Sample]) -> float:
     return LOSSES["sft"](batch, logprobs, LossConfig()).loss.item()
 
 
+@pytest.mark.parametrize("template", ["llama3_1", "llama3_2", "gptoss"])
+def test_templates_that_write_tool_results_as_json_show_them(template: str) -> None:
+    [row] = TOOL_ROWS
+    messages = [say("tool", 'He said "5"\n') if m["role"] == "tool" else m for m in row["messages"]]
+    [sample] = ours(Case([{**row, "messages": messages}], template, "all"))
+    text = merging_tokenizer().decode(sample.token_ids)
+    assert 'He said \\"5\\"\\n' in text
+    assert True in sample.loss_mask
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_masks_and_loss_are_those_of_trl(name: str, tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def row_of(values: dict[str, Any], sft: SftConfig | None = None, **data: Any) ->
         ({"prompt": [ASK], "completion": [ANSWER]}, "completion", [ASK], Conversation([ASK, ANSWER], first=1)),
         ({"prompt": [ASK], "completion": "4"}, "completion", [ASK], Conversation([ASK, ANSWER], first=1)),
         ({"text": "2+2=4"}, "text, in column text", "2+2=4", Text("2+2=4")),
-        ({"prompt": "2+2?", "label": "4", "text": "x"}, "prompt and label, in the columns prompt", "2+2?", "4"),
+        ({"prompt": "2+2?", "label": "4"}, "prompt and label, in the columns prompt", "2+2?", "4"),
+        ({"prompt": "[1]", "completion": '[{"a": 1}]'}, "completion", "[1]", '[{"a": 1}]'),
     ],
 )
 def test_the_form_is_detected_by_the_columns_and_logged(values, form, prompt, label, caplog) -> None:
@@ -67,6 +68,10 @@ def test_options_that_name_columns_and_the_form_are_respected() -> None:
     both = {"instruction": "2+2?", "input": "", "output": "4", "text": "x"}
     assert row_of(both, SftConfig(format="alpaca")).label == "4"
     assert row_of(both, SftConfig(format="text")).label == Text("x")
+    assert row_of({"prompt": "a", "label": "4", "text": "x"}, SftConfig(format="label")).label == "4"
+    assert (
+        row_of({"q": "a", "a": "4", "text": "x"}, SftConfig(format="label"), input_key="q", label_key="a").label == "4"
+    )
     assert row_of({"prompt": "a", "label": 1, "body": "x"}, SftConfig(format="text"), input_key="body").label == Text(
         "x"
     )
@@ -82,6 +87,10 @@ def test_options_that_name_columns_and_the_form_are_respected() -> None:
             {},
             r"several forms, messages and text \(columns text, messages\): choo",
         ),
+        ({"prompt": "a", "completion": "b", "label": True}, {}, {}, "several forms, completion and label"),
+        ({"text": "a"}, {}, {"system_prompt": "S"}, "--system-prompt has no effect on .*, which is text"),
+        ({"messages": [ASK]}, {}, {"metadata_key": "no"}, "--metadata-key has no effect on .* of the form messages"),
+        ({"text": "a"}, {"format": "label"}, {}, "--input-key 'prompt' is not a column"),
         ({"text": "a"}, {"format": "alpaca"}, {}, "--sft-format alpaca needs the column instruction, .*it has text"),
         ({"text": "a"}, {"format": "text"}, {"input_key": "body"}, "--sft-format text needs the column body"),
         ({"text": "a"}, {"format": "text"}, {"label_key": "b"}, "--label-key has no effect with --sft-format text"),
@@ -105,19 +114,26 @@ def test_an_unknown_or_ambiguous_form_is_one_line(values, sft, data, message) ->
         ({"messages": [{"content": "hi"}]}, "unknown role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "unknown role"),
+        ({"conversations": [{"from": "gpt", "content": "x"}]}, "no content"),
+        ({"conversations": [{"from": "gpt", "content": "x", "tool_calls": [CALL]}]}, "no content"),
+        ({"messages": [{"role": "assistant", "value": "x"}]}, "no content"),
+        ({"messages": [{"role": "assistant", "text": "x"}]}, "no content"),
+        ({"messages": [ASK, {"role": "assistant", "content": None}]}, "no content"),
         ({"messages": [{**ANSWER, "tool_calls": [{"function": {}}]}]}, "tool calls"),
         ({"messages": [{**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
         ({"messages": [ANSWER], "tools": "{"}, "JSON"),
         ({"instruction": None, "output": "x"}, "not text"),
         ({"instruction": "x", "output": "x", "tools": [TOOL]}, "tools"),
         ({"text": None}, "no text"),
+        ({"prompt": None, "label": "x"}, "columns"),
+        ({"prompt": "x", "label": "x", "tools": [TOOL]}, "columns"),
     ],
 )
 def test_a_row_with_other_values_than_its_form_needs_is_marked(values, kind) -> None:
     label = row_of(values).label
     assert isinstance(label, Unusable)
     assert label.error.kind == kind
-    assert "row dataset:0: " in str(label.error)
+    assert "row dataset:0" in str(label.error)
 
 
 @pytest.mark.parametrize("arguments", [{"a": 2}, '{"a": 2}'])
@@ -152,3 +168,33 @@ def test_columns_that_only_other_rows_have_are_absent(suffix: str, tmp_path: Pat
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     assert row_of({"messages": [{"role": "user", "content": parts}, ANSWER]}).label == Conversation([ASK, ANSWER])
+
+
+def test_nulls_of_a_schema_are_removed_and_those_of_json_text_stay() -> None:
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"default": None}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": None}}}
+    chat = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    as_text = row_of({"messages": json.dumps(chat), "tools": json.dumps([schema])}).label
+    assert as_text == Conversation(chat, [schema])
+    assert row_of({"messages": chat, "tools": [schema]}).label.tools[0]["function"]["parameters"] == {}
+    calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}]
+    assert row_of({"messages": [ASK, {**ANSWER, "content": "", "tool_calls": calls}]}).label.messages == chat
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_cells_of_csv_files_are_their_text(folder: bool, tmp_path: Path) -> None:
+    name = tmp_path / "rows.csv"
+    cells = ["None", "NA", "null", "3", "", json.dumps([ANSWER]).replace('"', '""'), "[INST]"]
+    name.write_text("prompt,completion\n" + "".join(f'"{i}","{cell}"\n' for i, cell in enumerate(cells)))
+    rows = load_rows(DataConfig(prompt_data=str(tmp_path if folder else name)), seed=0, sft=SftConfig())
+    labels = [rows[i].label for i in range(len(rows))]
+    assert labels[:5] == cells[:5]
+    assert labels[5] == Conversation([{"role": "user", "content": "5"}, ANSWER], first=1)
+    assert labels[6] == "[INST]"
+
+
+def test_a_form_is_refused_with_images() -> None:
+    with pytest.raises(ConfigError, match="--sft-format text has no effect with --image-key"):
+        as_rows(
+            [{"text": "a", "image": []}], DataConfig(prompt_data="x"), image_key="image", sft=SftConfig(format="text")
+        )

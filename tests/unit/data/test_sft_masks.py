@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 
-from fsdptrain.config import DataConfig
+from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.config.sft import SftConfig
+from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder, untokenized
 from fsdptrain.data.sft_forms import Conversation, UnusableRowError
 from fsdptrain.data.sft_masks import ConversationEncoder
 from fsdptrain.data.tables import as_rows
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.trainer.samples.sft import check_first_rows
 from fsdptrain.types import Sample
 from tests.testing import CHAT_TEMPLATE, merging_tokenizer, tiny_tokenizer
 
@@ -150,6 +152,8 @@ MULTI_TURN = CHAT[1:]
         ({"messages": CHAT[2:3]}, CHAT_TEMPLATE, "inexact mask", "begins with the assistant"),
         ({"messages": "hello"}, TAGS, "no messages", "row dataset:0: the column messages holds 'hello'"),
         ({"prompt": "a", "label": None}, TAGS, "no response", "row dataset:0 has no response"),
+        ({"prompt": "a", "label": True}, TAGS, "no response", "the response of row dataset:0 is True, not text"),
+        ({"prompt": "a", "label": {"b": 1}}, TAGS, "no response", "row dataset:0 is {'b': 1}, not text"),
         (
             {"prompt": "a", "label": [say("tool", "x")]},
             TAGS,
@@ -198,3 +202,38 @@ def test_long_rows_are_unusable_by_the_limits() -> None:
 def test_conversations_need_the_chat_template() -> None:
     with pytest.raises(ConfigError, match="--no-apply-chat-template: the data has conversations"):
         sample_of({"messages": CHAT}, apply_chat_template=False)
+
+
+@pytest.mark.parametrize("long", [50, 10])
+def test_a_run_with_inexact_masks_of_most_rows_ends_at_start(long: int) -> None:
+    """One turn is exact, and several are not, in a template that shows thoughts in the last turn only."""
+    data, tokenizer = DataConfig(prompt_data="x"), tiny_tokenizer()
+    tokenizer.chat_template = THOUGHTS
+    values = [{"messages": MULTI_TURN if i < long else MULTI_TURN[:2]} for i in range(60)]
+    rows = as_rows(values, data, sft=SftConfig())
+    stream = PromptStream(rows, tokenizer, data=data, rollout=RolloutConfig(), make=untokenized)
+    builder = SampleBuilder(tokenizer, data, "assistant", max_prompt_len=10**6)
+    if long == 10:
+        check_first_rows(stream, builder)
+        return
+    with pytest.raises(
+        DataError, match=r"50 of the first 60 rows have no exact mask .* set --sft-loss-on last, or use"
+    ):
+        check_first_rows(stream, builder)
+
+
+@pytest.mark.parametrize("text", ["Hello there", " Hello  there\n\nHi", "é漢字🙂🙂 x", "a\u0301b"])
+def test_bounds_by_offsets_lie_between_tokens(text: str) -> None:
+    encoder = ConversationEncoder(merging_tokenizer(), DataConfig(prompt_data="x"), "assistant")
+    ids, offsets = encoder._tokenize(text)
+
+    def before(places: list[tuple[int, int]], place: int) -> int | None:
+        try:
+            return encoder._tokens_before(text, ids, places, place)
+        except UnusableRowError:
+            return None
+
+    for place in range(1, len(text) + 1):
+        found, by_prefix = before(offsets, place), before([], place)
+        assert found == by_prefix or by_prefix is None
+        assert found is None or encoder.tokenizer.decode(ids[:found]) == text[:place]

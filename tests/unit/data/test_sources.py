@@ -61,7 +61,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_rows_do_not_depend_on_the_file_format(rows: Any) -> None:
     assert len(rows) == 7
-    assert [(row.prompt, str(row.label)) for row in (rows[i] for i in range(7))] == [
+    assert [(row.prompt, row.label) for row in (rows[i] for i in range(7))] == [
         (row["prompt"], row["label"]) for row in ROWS
     ]
     if "label" not in rows[0].metadata:  # csv files hold no mappings, and metadata are all columns

@@ -46,7 +46,8 @@ def data_of(path: object, buffer: int = 5) -> DataConfig:
 
 def stream(path: Path, tokenizer: Any, *, buffer: int = 5, skip: int = 0, **options: Any) -> StreamedPrompts:
     data = data_of(path, buffer)
-    rows, _ = open_stream(data, image_key=None, sft=None).split(skip)
+    rows = open_stream(data, image_key=None, sft=None)
+    rows = rows.split(skip)[0] if skip else rows
     limit = options.pop("max_prompt_len", None)
     return StreamedPrompts(rows, tokenizer, data=data, rollout=RolloutConfig(**options), max_prompt_len=limit)
 
