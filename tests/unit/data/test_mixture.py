@@ -156,7 +156,9 @@ def test_the_system_prompt_is_that_of_the_source(tokenizer: Any, tmp_path: Path)
     alone = Config(
         **values, reward="exact", prompt_data=gym.removesuffix("=0.5"), eval_prompt_data=files.removesuffix("=0.5")
     )
-    assert not any("<answer>" in prompt.text for prompt in build_data(alone, tokenizer, None, None).prompts)
+    evaluated = build_data(alone, tokenizer, None, None).prompts  # with the prompt that is trained
+    assert evaluated
+    assert all("<answer>" in prompt.text for prompt in evaluated)
 
     config = Config(**values, algorithm="sft", prompt_data=[gym, files])
     data = build_data(config, tokenizer, None, None)
