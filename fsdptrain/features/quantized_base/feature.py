@@ -100,6 +100,8 @@ class QuantizedBaseFeature(Feature):
         finally:
             if before is None:
                 os.environ.pop(_NO_THREADS, None)
+            else:
+                os.environ[_NO_THREADS] = before
             for layer in self._layers.values():
                 layer.swap()
 
