@@ -1,7 +1,7 @@
 """Sections of the model, its sharding, the optimizer and the reference."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -170,6 +170,9 @@ class OptimConfig(Section):
     """Where --offload-optimizer runs steps. `host`: transfers gradients and weights. `device`: transfers the state."""
     max_skipped_steps: Annotated[int, NEUTRAL] = Field(default=10, ge=0)
     """Stop after this many optimizer steps were skipped because of non-finite gradients."""
+
+    def for_export(self) -> Self:
+        return type(self)(optimizer="sgd")  # has no state
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not is_own(self.optimizer) and self.optimizer not in OPTIMIZERS:

@@ -1,7 +1,7 @@
 """Options of computation in 8-bit floats."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -41,6 +41,9 @@ class Fp8Config(Section):
     @property
     def inexact_engine(self) -> str:
         return f"--fp8 {' '.join(self.fp8)}" if self.fp8 else ""
+
+    def for_export(self) -> Self:
+        return type(self)()  # the weights are stock, and the machine may have no such products
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if len(set(self.fp8)) < len(self.fp8):
