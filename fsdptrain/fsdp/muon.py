@@ -3,12 +3,13 @@ https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982).
 
     B <- m B + (1 - m) G,   U = (1 - m) G + m B,   W <- (1 - lr wd) W - lr s O,   O = orthogonalized U
 
-with m = --muon-momentum and s = 0.2 sqrt(max(out, in)) or sqrt(max(1, out / in)) (--muon-adjust-lr). The numbers are
-those of torch.optim.Muon. Momentum and weight decay are local to a shard. For O, the ranks of a shard group take one
-matrix each: an all-to-all brings all shards of U to it in bfloat16, and another one returns the shards of O. At its
-peak a rank holds about six copies in bfloat16 of its largest matrix, or of its experts of a stack [E, ., .], which are
-orthogonalized together; the plan does not count them. Experts that are sharded by experts need no communication. All
-other parameters are updated by AdamW.
+with m = --muon-momentum and s = 0.2 sqrt(max(out, in)) or sqrt(max(1, out / in)) (--muon-adjust-lr), where weights that
+are stored as [in, out] (Conv1D, experts of gpt-oss) count as they are stored. Numbers are those of torch.optim.Muon.
+Momentum and weight decay are local to a shard. For O, the ranks of a shard group take one matrix each: an all-to-all
+brings all shards of U to it in bfloat16, and another one returns the shards of O. At its peak a rank holds about six
+copies in bfloat16 of its largest matrix, or of its experts of a stack [E, ., .], which are orthogonalized together; the
+plan does not count them. Experts that are sharded by experts need no communication. All other parameters are updated
+by AdamW.
 """
 
 import math

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import OptimConfig
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.mesh import build_mesh
@@ -240,6 +241,23 @@ def test_a_run_is_exported_without_its_optimizer_and_without_torchao(tmp_path, m
     export_checkpoint(step, tmp_path / "hf")
     exported = load_files(tmp_path / "hf")
     assert same({name: trained[name] for name in exported}, exported)
+
+
+def load_elsewhere(checkpoint: str, folder: str) -> str:
+    backend = FSDPBackend(config(checkpoint, optimizer="adamw8bit"), total_steps=10)
+    latest = CheckpointFolder(Path(folder), keep_last=1).latest()
+    assert latest is not None
+    with pytest.raises(CheckpointError) as caught:
+        backend.load(latest)
+    return str(caught.value)
+
+
+def test_moments_of_experts_that_other_ranks_cut_along_columns_are_refused_in_one_line(tmp_path) -> None:
+    zoo.build("qwen3_moe", num_experts=6, hidden_size=256).save_pretrained(tmp_path / "moe")
+    spawn(2, save_a_step, str(tmp_path / "moe"), str(tmp_path), {"optimizer": "adamw8bit"})
+    for line in spawn(4, load_elsewhere, str(tmp_path / "moe"), str(tmp_path)):
+        assert re.search(r"no model\..*experts.*--optimizer adamw8bit has another form on this number of ranks", line)
+        assert "\n" not in line
 
 
 def test_a_function_that_cannot_be_called_is_refused_by_name() -> None:
