@@ -1,7 +1,7 @@
 """Sections of the model, its sharding, the optimizer and the reference."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -159,7 +159,7 @@ class OptimConfig(Section):
     """Momentum of --optimizer muon (Nesterov)."""
     muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _OF_MUON, FSDP_ONLY] = "match_rms_adamw"
     """Scale of the updates of a matrix. `match_rms_adamw`: 0.2 sqrt(max(out, in)), the size of AdamW's updates, so that
-    its learning rates fit. `original`: sqrt(max(1, out / in))."""
+    its learning rates fit. `original`: sqrt(max(1, rows / columns)) of the stored weight, [out, in] in most models."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
@@ -170,6 +170,9 @@ class OptimConfig(Section):
     """Where --offload-optimizer runs steps. `host`: transfers gradients and weights. `device`: transfers the state."""
     max_skipped_steps: Annotated[int, NEUTRAL] = Field(default=10, ge=0)
     """Stop after this many optimizer steps were skipped because of non-finite gradients."""
+
+    def for_export(self) -> Self:
+        return type(self)(optimizer="sgd")  # has no state
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not is_own(self.optimizer) and self.optimizer not in OPTIMIZERS:

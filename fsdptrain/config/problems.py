@@ -49,7 +49,8 @@ def describe(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(describe(choice) for choice in args if choice is not type(None))
     if origin is list:
-        return "a list of texts"
+        choices = get_args(args[0])
+        return f"a list of {', '.join(map(str, choices))}" if choices else "a list of texts"
     if origin is dict:
         return "a mapping (on the command line: key=value ...)"
     return _NOUNS[annotation]

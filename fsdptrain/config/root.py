@@ -108,6 +108,10 @@ class Config(BaseModel):
         """Return a copy for a model that is not divided over ranks."""
         return self._with_sections(section.undivided() for section in self.sections)
 
+    def for_export(self) -> "Config":
+        """Return a copy for `fsdptrain export`, which does not train: no optimizer state, no code of one."""
+        return self._with_sections(section.for_export() for section in self.sections)
+
     def _with_sections(self, sections: Iterable[Section]) -> "Config":
         found = {section.NAME: section for section in sections}
         core = {name: section for name, section in found.items() if name not in self.optional}

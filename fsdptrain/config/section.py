@@ -110,5 +110,9 @@ class Section(BaseModel):
         """Return a copy for a model that is not divided over ranks. Checkpoints do not depend on the division."""
         return self.model_copy(update={group.key.removeprefix(self.PREFIX): 1 for group in self.rank_groups})
 
+    def for_export(self) -> Self:
+        """Return a copy without options that only training needs."""
+        return self
+
 
 Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]

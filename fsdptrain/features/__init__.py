@@ -1,9 +1,8 @@
 """The tables of sections and of features. A feature's modules but `config` are imported only if it is enabled.
 
-The order of features is that of the hooks: kernels replace the passes over logits, weights are
-quantized, adapters wrap stock modules, other
-kernels replace modules, ranks split the wrapped modules, then layers are compiled and recomputed, their routers wrapped
-and their activations offloaded.
+The order of features is that of the hooks: kernels replace the passes over logits, weights are quantized, adapters wrap
+stock modules, other kernels replace modules, ranks split the wrapped modules, then layers are compiled and recomputed,
+their routers wrapped and their activations offloaded.
 """
 
 import importlib

@@ -1,10 +1,10 @@
 """AdamW of torchao with moments in 8 bits: 2.03 bytes of state per element of a matrix, in place of 8.
 
 Blocks of 256 elements share a float32 scale (Dettmers et al. 2021, arXiv 2110.02861). torchao cuts the blocks out of
-the flat shard of each rank. Here a block lies within one row of the whole matrix, so the state does not depend on the
-number of ranks: scales are a DTensor with the sharding of the weight, and a run resumes on other numbers of ranks.
-Other parameters keep float32 moments: those with fewer than 4096 elements, as in torchao, those whose rows are not a
-multiple of a block, and those that are not sharded along their rows.
+the flat shard of each rank. Here a block lies within one row of the whole matrix: scales are a DTensor with the
+sharding of the weight, and a run resumes on other numbers of ranks. Other parameters keep float32 moments: those with
+fewer than 4096 elements, as in torchao, those whose rows are not a multiple of a block, and stacked experts that are
+sharded along columns (`wrap.expert_placement`). Where other ranks shard these along rows, a resume is rejected.
 """
 
 import math

@@ -90,7 +90,8 @@ class FSDPBackend:
         self._reference_moved = False  # whether `update_reference` was called
         self.layout_probe = self._verify_model()
         fp16 = config.model.fp16
-        self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=fp16, build=build)
+        with raise_on_all_ranks(ConfigError, "--optimizer"):
+            self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=fp16, build=build)
         waits = config.fsdp.cpu_offload and platform.has_accelerator()
         self._collects_gradients = waits and self._has_room_for_gradients()
 

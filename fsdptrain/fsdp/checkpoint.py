@@ -30,7 +30,7 @@ from fsdptrain.fsdp.staging import Staging
 from fsdptrain.model.structure import reshard
 
 _STATE, _SHARDS, _REFERENCE, _RNG = "trainer.json", "shards", "reference", "rng-{rank:05d}.safetensors"
-_FORMAT = 2
+_FORMAT = 3
 _FILE_BYTES = 1 << 28  # per rank; a file passes through host memory whole, twice
 
 

@@ -3,17 +3,19 @@ https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982).
 
     B <- m B + (1 - m) G,   U = (1 - m) G + m B,   W <- (1 - lr wd) W - lr s O,   O = orthogonalized U
 
-with m = --muon-momentum and s = 0.2 sqrt(max(out, in)) or sqrt(max(1, out / in)) (--muon-adjust-lr). The numbers are
-those of torch.optim.Muon. Momentum and weight decay are local to a shard. For O, the ranks of a shard group take one
-matrix each: an all-to-all brings all shards of U to it in bfloat16, and another one returns the shards of O. A rank
-holds one whole matrix at a time. Stacked experts [E, ., .] are orthogonalized one by one; where they are sharded by
-experts this needs no communication. All other parameters are updated by AdamW.
+with m = --muon-momentum and s = 0.2 sqrt(max(out, in)) or sqrt(max(1, out / in)) (--muon-adjust-lr), where weights that
+are stored as [in, out] (Conv1D, experts of gpt-oss) count as they are stored. Numbers are those of torch.optim.Muon.
+Momentum and weight decay are local to a shard. For O, the ranks of a shard group take one matrix each: an all-to-all
+brings all shards of U to it in bfloat16, and another one returns the shards of O. At its peak a rank holds about six
+copies in bfloat16 of its largest matrix, or of its experts of a stack [E, ., .], which are orthogonalized together; the
+plan does not count them. Experts that are sharded by experts need no communication. All other parameters are updated
+by AdamW.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -132,8 +134,8 @@ def _gathered_axis(p: Tensor) -> tuple[DeviceMesh, int] | None:
     mesh = p.device_mesh
     cut = [
         axis
-        for axis, placement in enumerate(p.placements)
-        if isinstance(placement, Shard) and placement.dim >= p.ndim - 2 and mesh.size(axis) > 1
+        for axis, placement in enumerate(p.placements)  # _StridedShard is no Shard
+        if not placement.is_replicate() and cast(Shard, placement).dim >= p.ndim - 2 and mesh.size(axis) > 1
     ]
     if len(cut) > 1:
         raise ConfigError("--optimizer muon: matrices are divided along two axes: use --optimizer adamw")

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
-from fsdptrain.errors import ConfigError, NumericsError
-from fsdptrain.fsdp.optimizers import Build, find_optimizer, parameter_groups
+from fsdptrain.config.presets import is_own
+from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
+from fsdptrain.fsdp.optimizers import Build, build_optimizer, find_optimizer, parameter_groups
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.structure import reshard
 from fsdptrain.types import Metrics
@@ -109,7 +110,8 @@ class Optimizer:
         self._names = {p: name for name, p in trained if p.requires_grad}
         self._schedule = lr_schedule(config, total_steps=total_steps)
         groups = parameter_groups(self._names, model, config.weight_decay)
-        self._optimizer = (build or find_optimizer(config))(groups, config)
+        self._optimizer = build_optimizer(build or find_optimizer(config), groups, config, self._names)
+        self._scalars = _scalars(self._optimizer)
         self._host_adam = _host_adam(self._optimizer, config)
         device_type = next(iter(self._names)).device.type
         is_adamw = type(self._optimizer) is torch.optim.AdamW and device_type in _CLIPS_IN_STEP
@@ -174,10 +176,14 @@ class Optimizer:
     def step(self) -> None:
         """Update the weights with the clipped gradients and free the gradients."""
         reshard(self._model)
-        for group in self._optimizer.param_groups:
-            lr = self.lr * group.get("lr_scale", 1.0)
-            group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
+        self._set_lr(self.lr)
         (self._host_adam or self._optimizer).step()
+        found = _scalars(self._optimizer)
+        if changed := sorted({key for key, value in found if (key, value) not in self._scalars}):
+            raise ConfigError(
+                f"--optimizer {self._config.optimizer} keeps state in its parameter groups ({changed[0]!r}), which no "
+                "checkpoint holds: keep it as a tensor in the state of a parameter"
+            )
         self._finish()
         self.num_updates += 1
 
@@ -235,17 +241,28 @@ class Optimizer:
     def create_state(self, saved: Mapping[str, Any]) -> None:
         """Create the state that a checkpoint is loaded into, if the optimizer would create it in its first step.
 
-        saved: what `state_dict` returned. Runs a step with learning rate 0 and gradients 0, whose results are replaced
-        by those of the checkpoint.
+        saved: what `state_dict` returned. Runs a step with learning rate 0 and gradients 0 of the parameters that had
+        state, whose results are replaced by those of the checkpoint. Raises CheckpointError if the checkpoint lacks
+        state.
         """
-        if self._optimizer.state or not saved["has_state"]:
-            return
-        for p in self._names:
-            p.grad = torch.zeros_like(p)
+        if is_own(self._config.optimizer) and not self._optimizer.state and saved["tensors"]:
+            had_state = {key[:end] for key in saved["tensors"] for end, letter in enumerate(key) if letter == "."}
+            for p, name in self._names.items():
+                if name in had_state:
+                    p.grad = torch.zeros_like(p)
+            self._set_lr(0.0)
+            self._optimizer.step()
+            self.zero_grad()
+        if missing := sorted(self.tensors().keys() - set(saved["tensors"])):
+            raise CheckpointError(
+                f"the checkpoint has no {missing[0]}: the state of --optimizer {self._config.optimizer} has another "
+                "form on this number of ranks; resume on as many ranks as before"
+            )
+
+    def _set_lr(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        self._optimizer.step()
-        self.zero_grad()
+            scaled = lr * group.get("lr_scale", 1.0)
+            group["lr"] = group["lr"].fill_(scaled) if isinstance(group["lr"], Tensor) else scaled
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that is not a tensor. JSON-serializable."""
@@ -254,7 +271,7 @@ class Optimizer:
             "num_skipped": self.num_skipped,
             "num_failed": self.num_failed,
             "scaler": self._scaler.state_dict(),
-            "has_state": bool(self._optimizer.state),
+            "tensors": list(self.tensors()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -263,6 +280,13 @@ class Optimizer:
         self.num_failed = state["num_failed"]
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
+
+
+def _scalars(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
+    """Return (key, value) of all scalars in the parameter groups but the learning rate."""
+    kinds = (bool, int, float, str, tuple, type(None))
+    groups = optimizer.param_groups
+    return [(key, x) for group in groups for key, x in group.items() if key != "lr" and isinstance(x, kinds)]
 
 
 def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -3,8 +3,8 @@
 `groups` are up to three parameter groups of torch.optim, with names: `params` is a list of (name, parameter), the
 parameters are DTensors if the model is sharded, and `kind` is one of
 
-    matrix      weights of linear layers in decoder and vision layers [out, in], and stacked experts [E, ., .]
-    other       embeddings, head, convolutions
+    matrix      weights of linear layers and routers in decoder and vision layers [out, in], stacked experts [E, ., .]
+    other       embeddings, head, convolutions, biases of stacked experts [E, .]
     vector      norms and biases, with weight decay 0
 
 The function of a user has the same signature. State that is allocated here costs no memory later, and a checkpoint is
@@ -12,6 +12,7 @@ loaded into it.
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdptrain.config import OptimConfig
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, FsdptrainError, describe
 from fsdptrain.model.structure import repeated_layers
 from fsdptrain.overrides import overridable
 from fsdptrain.registry import Table, resolve
@@ -48,6 +49,32 @@ def find_optimizer(config: OptimConfig) -> Build:
     return resolve(name, OPTIMIZERS, flag="--optimizer", call=lambda f: f("groups", "options"))
 
 
+def build_optimizer(
+    build: Build, groups: Groups, options: OptimConfig, trained: Mapping[nn.Parameter, str]
+) -> torch.optim.Optimizer:
+    """Call the function of --optimizer. Raises ConfigError unless the result updates all `trained` parameters."""
+    flag = f"--optimizer {options.optimizer}"
+    try:
+        found = build(groups, options)
+    except FsdptrainError:
+        raise
+    except Exception as error:  # user code may raise anything
+        raise ConfigError(f"{flag} raises {describe(error)}") from error
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ConfigError(f"{flag} returns {type(found).__name__}, not a torch.optim.Optimizer")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(f"{flag} returns {type(found).__name__}, whose step needs a closure, which no step here has")
+    members = {p for group in found.param_groups for p in group["params"]}
+    if left_out := [name for p, name in trained.items() if p not in members]:
+        raise ConfigError(
+            f"{flag} leaves out {len(left_out)} trained parameters, e.g. {left_out[0]}: put all of `groups` into it"
+        )
+    if len(members) > len(trained):
+        raise ConfigError(f"{flag} has parameters that are not trained: put only those of `groups` into it")
+    return found
+
+
 def parameter_groups(names: Mapping[nn.Parameter, str], model: nn.Module, weight_decay: float) -> Groups:
     """Divide parameters by kind. Kinds without parameters have no group.
 
@@ -65,14 +92,17 @@ def parameter_groups(names: Mapping[nn.Parameter, str], model: nn.Module, weight
 
 
 def _matrices(model: PreTrainedModel) -> set[nn.Parameter]:
-    """Return the weights [out, in] and [E, ., .] in the layers, without tables that are looked up and convolutions."""
+    """Return the weights [out, in] (Conv1D: [in, out]) of linear layers and routers in the layers, and stacked experts.
+
+    Not: biases of experts [E, .], tables that are looked up, convolutions, and other parameters of mixers (A_log).
+    """
     modules = [module for layer in repeated_layers(model) for module in layer.modules()]
     return {
         p
         for module in modules
-        if not isinstance(module, nn.Embedding)
-        for p in module.parameters(recurse=False)
-        if p.ndim in (2, 3) and min(p.shape[-2:]) > 1  # a depthwise convolution has [channels, 1, width]
+        if not isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        for name, p in module.named_parameters(recurse=False)
+        if (p.ndim == 3 or (p.ndim == 2 and name == "weight")) and min(p.shape[-2:]) > 1
     }
 
 

@@ -23,7 +23,7 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     """Write the model of `checkpoint` (<output_dir>/checkpoints/step_*) to `output` as a Hugging Face folder.
 
     Uses the configuration of the run that wrote the checkpoint, except for options that would run code: the folder may
-    come from somebody else.
+    come from somebody else. Reads no state of the optimizer.
 
     choices: options that override that configuration, by flat key.
     """
@@ -32,7 +32,7 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
     no_reference = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
     no_code = {key.flat: key.default for key in all_keys().values() if key.is_marked(RunsCode)}
-    config = load_recipe(recipe, **{**no_reference, **no_code, "fsdp_replicate_size": 1, **choices})
+    config = load_recipe(recipe, **{**no_reference, **no_code, "fsdp_replicate_size": 1, **choices}).for_export()
     with platform.process_group(config.launch.dist_timeout):
         with raise_on_all_ranks(CheckpointError, f"--output {output}"):
             if dist.get_rank() == 0:

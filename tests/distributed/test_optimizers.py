@@ -2,29 +2,36 @@
 
 import copy
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import OptimConfig
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.muon import _gathered_axis
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.optimizers import find_optimizer
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.materialize import own_part
 from fsdptrain.model.structure import repeated_layers
+from fsdptrain.trainer import export_checkpoint
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only
-from tests.tensors import same
+from tests.tensors import load_files, same
 from tests.testing import save_tiny_checkpoint, spawn, tiny_qwen3
 
 from .sharded import SHARDING, full, full_state
@@ -199,6 +206,58 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_other_numbers_of_ran
     [found] = spawn(1, loaded, checkpoint, str(tmp_path / "run"))
     for name in RESUMED:
         assert same(found[name], saved[name]), name
+
+
+def refusal_of_two_axes() -> str:
+    mesh = init_device_mesh("cpu", (2, 2))
+    p = DTensor.from_local(torch.zeros(2, 8), mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False)
+    with pytest.raises(ConfigError) as caught:
+        _gathered_axis(p)
+    return str(caught.value)
+
+
+def test_matrices_that_are_divided_along_two_axes_are_refused() -> None:
+    assert all("along two axes" in line for line in spawn(4, refusal_of_two_axes))
+
+
+def save_a_step(checkpoint: str, folder: str, values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
+    train(backend, range(1))
+    CheckpointFolder(Path(folder), keep_last=1).write(1, lambda path: backend.save(path, 1))
+    return full_state(backend.model)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"optimizer": "muon"}, {"optimizer": f"{__name__}:nadam"}, {"optimizer": "adamw8bit", "fp8": ["training"]}],
+)
+def test_a_run_is_exported_without_its_optimizer_and_without_torchao(tmp_path, monkeypatch, values) -> None:
+    checkpoint = save_tiny_checkpoint(tmp_path / "model", **SQUARE)
+    [trained] = spawn(1, save_a_step, str(checkpoint), str(tmp_path), values)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"hf_checkpoint": str(checkpoint), "bf16": False} | values))
+    [step] = (tmp_path / "checkpoints").glob("step_*")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, __name__, None)
+    export_checkpoint(step, tmp_path / "hf")
+    exported = load_files(tmp_path / "hf")
+    assert same({name: trained[name] for name in exported}, exported)
+
+
+def load_elsewhere(checkpoint: str, folder: str) -> str:
+    backend = FSDPBackend(config(checkpoint, optimizer="adamw8bit"), total_steps=10)
+    latest = CheckpointFolder(Path(folder), keep_last=1).latest()
+    assert latest is not None
+    with pytest.raises(CheckpointError) as caught:
+        backend.load(latest)
+    return str(caught.value)
+
+
+def test_moments_of_experts_that_other_ranks_cut_along_columns_are_refused_in_one_line(tmp_path) -> None:
+    zoo.build("qwen3_moe", num_experts=6, hidden_size=256).save_pretrained(tmp_path / "moe")
+    spawn(2, save_a_step, str(tmp_path / "moe"), str(tmp_path), {"optimizer": "adamw8bit"})
+    for line in spawn(4, load_elsewhere, str(tmp_path / "moe"), str(tmp_path)):
+        assert re.search(r"no model\..*experts.*--optimizer adamw8bit has another form on this number of ranks", line)
+        assert "\n" not in line
 
 
 def test_a_function_that_cannot_be_called_is_refused_by_name() -> None:

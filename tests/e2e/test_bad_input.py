@@ -117,6 +117,7 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     ),
     (teacher_of_another_tokenizer, ["--opd-teacher", "another tokenizer", "differ"]),
     (flags("--optimizer", "tests.e2e.losses:nowhere"), ["--optimizer tests.e2e.losses:nowhere", "package.module"]),
+    (flags("--fp8", "training", "--fp8-skip", "dwn_proj"), ["--fp8-skip dwn_proj", "no linear layer"]),
     (odd_rows, ["--load-in-4bit", "multiple of 64"]),
     (
         flags("--prompt-data", "a.jsonl=0.7", "b.jsonl"),

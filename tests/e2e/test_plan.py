@@ -10,6 +10,8 @@ from tests.e2e import command
 
 SMALL = ["--max-tokens-per-gpu", "1024", "--rollout-max-response-len", "256"]
 
+QLORA = ["--lora-rank", "4", "--load-in-4bit"]
+
 
 def plan(checkpoint: Path, folder: Path, *flags: str) -> command.Result:
     return command.run(["plan", "--hf-checkpoint", str(checkpoint), *flags], folder)
@@ -64,4 +66,12 @@ def test_bad_input_is_one_line(flags: list[str], words: str, tmp_path: Path):
     result = plan(configs.CONFIGS / "qwen3-4b", tmp_path, *flags)
     assert result.code == 2
     assert words in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_weights_that_a_run_cannot_quantize_are_refused(tmp_path: Path):
+    zoo.config("qwen3_moe").save_pretrained(tmp_path / "m")
+    result = plan(tmp_path / "m", tmp_path, *SMALL, "--num-gpus", "1", "--gpu-memory-gib", "1", *QLORA)
+    assert result.code == 2
+    assert "the stacked experts of Qwen3MoeForCausalLM" in result.err
     assert result.err.count("\n") == 1

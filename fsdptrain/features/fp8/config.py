@@ -1,7 +1,7 @@
 """Options of computation in 8-bit floats."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -42,6 +42,9 @@ class Fp8Config(Section):
     def inexact_engine(self) -> str:
         return f"--fp8 {' '.join(self.fp8)}" if self.fp8 else ""
 
+    def for_export(self) -> Self:
+        return type(self)()  # the weights are stock, and the machine may have no such products
+
     def problems(self, config: "Config") -> Iterator[Problem]:
         if len(set(self.fp8)) < len(self.fp8):
             yield f"--fp8 {' '.join(self.fp8)} names a place twice: name it once"
@@ -53,6 +56,11 @@ class Fp8Config(Section):
                 if config.holds(condition):
                     flag = "--" + condition.key.replace("_", "-")
                     yield f"--fp8 training does not work with {flag}: leave one of them out"
+            if self.fp8_recipe == "tensorwise" and config.model.deterministic_mode:
+                yield (
+                    "--fp8-recipe tensorwise does not work with --deterministic-mode, as logprobs depend on the pack: "
+                    "use --fp8-recipe rowwise"
+                )
         if self.generates:
             yield from self._rollout_problems(config)
 

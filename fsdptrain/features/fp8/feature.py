@@ -23,12 +23,12 @@ from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.policy import evaluating, plain_batch, policy_logprobs
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
-from fsdptrain.model.structure import decoder_layers, reshard
+from fsdptrain.model.structure import decoder_layers, expert_choice, reshard
 
 _ADA = (8, 9)  # the first GPUs with products of 8-bit floats
 _MULTIPLE = 16  # of inputs and outputs: a limit of the kernels
 _LEAST = 32  # inputs and outputs; casts of smaller layers cost more than the product saves
-_ROUTERS = ("*.gate", "*.router", "*.shared_expert_gate")  # their choices should not depend on rounding
+_ROUTERS = {"gate", "router"}  # in the name of a layer; choices should not depend on rounding
 _LENGTHS = (40, 23)  # of the sequences that the difference is reported for
 
 
@@ -83,11 +83,12 @@ class Fp8Feature(Feature):
         for pattern in self._options.fp8_skip:
             if not any(_matches(name, pattern) for name in linear):
                 raise ConfigError(f"--fp8-skip {pattern}: no linear layer of {type(model).__name__} has this name")
-        skipped = (*self._options.fp8_skip, *_ROUTERS)
+        choice = expert_choice(model.config)
         found = [
             module
             for name, module in linear.items()
-            if not any(_matches(name, pattern) for pattern in skipped)
+            if not any(_matches(name, pattern) for pattern in self._options.fp8_skip)
+            and not (_ROUTERS & set(name.split(".")) or (choice and module.out_features == choice.num_experts))
             and all(size >= _LEAST and size % _MULTIPLE == 0 for size in (module.in_features, module.out_features))
         ]
         if not found:
@@ -107,9 +108,9 @@ def _convert(layer: nn.Linear, recipe: str) -> None:
     """Change `layer` to torchao's class in place: FSDP2 refers to the module and its parameters."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    if platform.device_type() != "cuda":
-        config = replace(config, emulate=True)
+    emulate = platform.device_type() != "cuda"
+    # The gradient of the weight sums over the tokens of a pack, whose number is no multiple of 16.
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate)
     with torch.device("meta"):
         like = convert_to_float8_training(nn.Linear(_MULTIPLE, _MULTIPLE, bias=False), config=config)
     assert isinstance(like, nn.Linear)

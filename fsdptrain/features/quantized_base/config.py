@@ -18,7 +18,7 @@ class QuantizedBaseConfig(Section):
     NAME = "quantized_base"
     RULES = (
         Requires("lora_rank", fix="set it, e.g. 32: only frozen weights can be quantized"),
-        Excludes("fsdp_cpu_offload", "compile", "liger"),
+        Excludes("fsdp_cpu_offload", "compile", "liger", "ref_load"),
         Excludes("lora_sync=adapter", fix=_MERGED),
         FSDP_ONLY,
     )

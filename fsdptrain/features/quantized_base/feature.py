@@ -55,22 +55,7 @@ class QuantizedBaseFeature(Feature):
 
     def add_parameters(self, model: PreTrainedModel) -> None:
         """Find the layers by their stock names, before an adapter wraps them."""
-        inside = {module for layer in decoder_layers(model) for module in layer.modules()}
-        self._stock = {
-            f"{name}.weight": module
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear and module in inside and module.in_features % BLOCK == 0
-        }
-        if any(p.dim() == 3 and min(p.shape[1:]) > 1 for module in inside for p in module.parameters(recurse=False)):
-            raise ConfigError(
-                f"--load-in-4bit and --load-in-8bit: the stacked experts of {type(model).__name__}, most of its "
-                "weights, cannot be quantized: leave them out"
-            )
-        if not self._stock:
-            raise ConfigError(
-                f"--load-in-4bit and --load-in-8bit: {type(model).__name__} has no linear layer whose inputs are a "
-                f"multiple of {BLOCK}: leave them out"
-            )
+        self._stock = quantizable_layers(model)
 
     def transform_model(self, model: PreTrainedModel, meshes: "Meshes") -> None:
         from peft.tuners.lora.layer import ParamWrapper
@@ -100,6 +85,8 @@ class QuantizedBaseFeature(Feature):
         finally:
             if before is None:
                 os.environ.pop(_NO_THREADS, None)
+            else:
+                os.environ[_NO_THREADS] = before
             for layer in self._layers.values():
                 layer.swap()
 
@@ -110,3 +97,24 @@ class QuantizedBaseFeature(Feature):
     def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
         layer = self._layers.get(name)
         return None if layer is None else cast(Tensor, layer.full_precision())
+
+
+def quantizable_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the layers by the names of their weights. Raises ConfigError if the model has none, or stacked experts."""
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    if any(p.dim() == 3 and min(p.shape[1:]) > 1 for module in inside for p in module.parameters(recurse=False)):
+        raise ConfigError(
+            f"--load-in-4bit and --load-in-8bit: the stacked experts of {type(model).__name__}, most of its "
+            "weights, cannot be quantized: leave them out"
+        )
+    found = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module in inside and module.in_features % BLOCK == 0
+    }
+    if not found:
+        raise ConfigError(
+            f"--load-in-4bit and --load-in-8bit: {type(model).__name__} has no linear layer whose inputs are a "
+            f"multiple of {BLOCK}: leave them out"
+        )
+    return found

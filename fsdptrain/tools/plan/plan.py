@@ -25,6 +25,8 @@ from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.features.fused_logprobs.feature import is_replaced
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import SplitPlan
+from fsdptrain.features.quantized_base.config import QuantizedBaseConfig
+from fsdptrain.features.quantized_base.feature import quantizable_layers
 from fsdptrain.memory.demand import (
     GIB,
     MARGIN,
@@ -117,8 +119,10 @@ def with_margin(peak: MemoryPeak) -> int:
 def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
     """Plan the memory of a run. `model` is on meta, as the run builds it.
 
-    Raises MemoryPlanError if its activations cannot be traced.
+    Raises MemoryPlanError if its activations cannot be traced, ConfigError if a run would reject the model.
     """
+    if config.section(QuantizedBaseConfig).enabled:
+        quantizable_layers(model)
     planner = Planner(model, machine)
     config = planner.choose_sizes(config, machine.gpu_memory)
     training, generation = planner.training(config), planner.generation(config)

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.fp8.feature import Fp8Feature
+from fsdptrain.features.fp8.config import Fp8Config
+from fsdptrain.features.fp8.feature import Fp8Feature, _convert
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.types import LossConfig
@@ -139,3 +141,42 @@ def test_rollouts_in_fp8_are_the_quantization_of_vllm() -> None:
     assert values.inexact_engine == "--fp8 training rollout"
     with pytest.raises(ConfigError, match="--fp8 rollout needs a GPU"):
         engine_options(values, on_gpu=False)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_the_kernels_of_a_gpu_take_packs_of_any_number_of_tokens(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta tensors torch checks the sizes that its CUDA kernels take."""
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    layer = nn.Linear(64, 32, bias=False, device="meta", dtype=torch.bfloat16)
+    _convert(layer, recipe)
+    layer(torch.randn(63, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.shape == (32, 64)
+
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 128}
+OF_OTHERS: dict[str, dict[str, Any]] = {  # families whose routers contain a linear layer
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 48, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "hunyuan_v1_moe": {
+        "num_experts": 48,
+        "moe_topk": 2,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+    "longcat_flash": {"n_routed_experts": 40, "zero_expert_num": 8, "moe_topk": 2, "num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("family", [*zoo.MOE, *OF_OTHERS])
+def test_no_router_of_any_family_is_changed(family: str) -> None:
+    """A router has an output per expert, 48 here, and no other layer has as many."""
+    if family in OF_OTHERS:
+        with torch.device("meta"):
+            config = AutoConfig.for_model(family, **SIZES | OF_OTHERS[family])
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = zoo.meta(family, **{key: 48 for key in ("num_experts", "num_local_experts", "n_routed_experts")})
+    found = Fp8Feature(Fp8Config(fp8=["training"]))._layers(model)
+    assert found
+    assert not [layer for layer in found if layer.out_features == 48]

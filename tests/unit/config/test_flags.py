@@ -73,6 +73,7 @@ def test_flags_are_read(flat, argv, expected):
         (["--logprob-chunk-size", "0"], "--logprob-chunk-size must be at least 1, got 0"),
         (["--speed", "fat"], "--speed must be one of standard, fast, got 'fat'; did you mean 'fast'?"),
         (["--leaning-rate", "1"], "unknown flag --leaning-rate: --learning-rate is --lr here"),
+        (["--fp8", "nowhere"], "--fp8 must be a list of training, rollout, got 'nowhere'"),
         (["--load-in-2bit"], "unknown flag --load-in-2bit"),
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         (["--no-lr"], "unknown flag --no-lr"),

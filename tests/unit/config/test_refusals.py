@@ -144,6 +144,8 @@ CORE_AND_FEATURES = [
     ),
     ({"fp8_recipe": "tensorwise"}, ["--fp8-recipe", "without --fp8"], {"fp8": ["training"]}),
     ({"fp8_skip": ["down_proj"]}, ["--fp8-skip", "without --fp8"], {"fp8": ["training"]}),
+    ({"fp8": ["training"], "fp8_recipe": "tensorwise", "deterministic_mode": True},
+     ["--fp8-recipe tensorwise", "--deterministic-mode"], {"fp8_recipe": "rowwise"}),
     ({"fp8": ["training", "training"]}, ["--fp8 training training", "twice"], {"fp8": ["training"]}),
     *(
         ({"fp8": ["training"], **other}, ["--fp8 training", all_keys()[next(iter(other))].flag], {"fp8": []})
@@ -178,6 +180,8 @@ CORE_AND_FEATURES = [
             ("fsdp_cpu_offload", True, False),
         ]
     ),
+    ({"lora_rank": 8, "load_in_4bit": True, "ref_load": "other", "kl_loss_coef": 0.1},
+     ["--load-in-4bit", "--ref-load"], {"ref_load": None}),
     ({"lora_rank": 8, "load_in_4bit": True, "lora_sync": "adapter", "rollout_engine": "vllm"},
      ["--load-in-4bit", "--lora-sync"], {"lora_sync": "merged"}),
     ({"lora_rank": 8, "lora_dropout": 0.1}, ["--lora-dropout", "reinforcement", "--algorithm sft"], SFT),

@@ -8,13 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, JambaConfig, PreTrainedModel
 
 from fsdptrain.config import Config, OptimConfig
-from fsdptrain.errors import NumericsError
+from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp import optimizer as optimizer_module
 from fsdptrain.fsdp.optimizer import DECAYS, Optimizer, lr_schedule
+from fsdptrain.fsdp.optimizers import parameter_groups
 from fsdptrain.memory.demand import Shard, optimizer_bytes
 from fsdptrain.model.structure import count_parameters
+from tests import zoo
 from tests.testing import tiny_qwen3
 
 LR, MIN, INIT = 3e-4, 3e-5, 1e-5
@@ -213,3 +216,95 @@ def test_the_plan_knows_the_state_of_each_optimizer(name: str):
     state = Optimizer(model, optim, total_steps=10, fp16=False).tensors()
     planned = optimizer_bytes(Config(hf_checkpoint="x", optim=optim), Shard.of(count_parameters(model), 1))
     assert sum(tensor.nbytes for tensor in state.values()) == pytest.approx(planned, rel=0.01)
+
+
+def jamba() -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "num_hidden_layers": 2}
+    config = JambaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=4, attn_layer_period=2, attn_layer_offset=1
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+MATRICES = {  # of the first layer
+    "gpt_oss": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.router"}
+    | {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"},
+    "gpt2": {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"},
+    "jamba": {"mamba.in_proj", "mamba.x_proj", "mamba.dt_proj", "mamba.out_proj"}
+    | {f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+}
+
+
+@pytest.mark.parametrize("family", MATRICES)
+def test_matrices_are_weights_of_linear_layers_routers_and_experts(family: str) -> None:
+    model = jamba() if family == "jamba" else zoo.meta(family)
+    groups = parameter_groups({p: name for name, p in model.named_parameters()}, model, weight_decay=0.1)
+    [matrices] = [[name for name, _ in group["params"]] for group in groups if group["kind"] == "matrix"]
+    first = {name.split(".0.", 1)[1].removesuffix(".weight") for name in matrices if ".0." in name}
+    assert first == MATRICES[family]
+
+
+def user_optimizer(make: Any, model: Any = None) -> Optimizer:
+    """The optimizer that a function of a user makes."""
+    config = OptimConfig(optimizer="mine:make", lr=1e-2)
+    return Optimizer(model or tiny_qwen3(), config, total_steps=10, fp16=False, build=make)
+
+
+def without_the_last(groups: Any, options: OptimConfig) -> torch.optim.Optimizer:
+    groups[-1]["params"].pop()
+    return torch.optim.NAdam(groups)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (without_the_last, r"leaves out 1 .*model\.norm\.weight"),
+        (lambda groups, options: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), "leaves out"),
+        (lambda groups, options: None, "returns NoneType"),
+        (lambda groups, options: 1 / 0, "ZeroDivisionError"),
+        (lambda groups, options: torch.optim.LBFGS([p for g in groups for _, p in g["params"]]), "closure"),
+    ],
+)
+def test_what_is_no_optimizer_of_the_trained_parameters_is_refused(make: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"--optimizer mine:make .*{reason}") as caught:
+        user_optimizer(make)
+    assert "\n" not in str(caught.value)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a group, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+
+
+def test_state_in_parameter_groups_which_no_checkpoint_holds_is_refused() -> None:
+    optimizer = user_optimizer(lambda groups, options: Counting(groups, lr=options.lr))
+    with pytest.raises(ConfigError, match=r"--optimizer mine:make .*'k'"):
+        optimizer.step()
+
+
+def nadam_with_tensor_lr(groups: Any, options: OptimConfig) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(groups, lr=torch.tensor(options.lr), foreach=False)
+
+
+def test_state_is_created_for_a_resume_where_it_was_saved_and_a_learning_rate_stays_a_tensor() -> None:
+    one, other = user_optimizer(nadam_with_tensor_lr), user_optimizer(nadam_with_tensor_lr)
+    fill_gradients(one._model, 0)
+    unused = [p for name, p in one._model.named_parameters() if "layers.1." in name]
+    for p in unused:
+        p.grad = None
+    one.step()
+    other.create_state(json.loads(json.dumps(one.state_dict())))
+    assert other.tensors().keys() == one.tensors().keys()
+    assert not any("layers.1." in name for name in other.tensors())
+    assert all(isinstance(group["lr"], torch.Tensor) for group in other._optimizer.param_groups)
+
+
+def test_a_checkpoint_whose_state_has_another_form_is_refused() -> None:
+    saved = Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=False).state_dict()
+    saved["tensors"].remove("model.norm.weight.exp_avg")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight\.exp_avg.*number of ranks"):
+        Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=False).create_state(saved)

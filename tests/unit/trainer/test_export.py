@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.trainer import export_checkpoint
+from tests.testing import save_tiny_checkpoint
 
 RECIPE = "hf_checkpoint: {model}\ntrust_remote_code: true\nreward: [foreign_code:reward]\nloss: foreign_code:loss\n"
 
@@ -36,3 +37,15 @@ def test_a_foreign_run_folder_runs_no_code_without_the_flag(tmp_path: Path, monk
     with pytest.raises(CheckpointError, match="foreign code was run"):
         export_checkpoint(checkpoint, tmp_path / "hf", trust_remote_code=True)
     assert was_run.exists()
+
+
+def test_the_optimizer_of_a_foreign_run_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "foreign_optim.py").write_text("raise ImportError('foreign code was run')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "config.yaml").write_text(f"hf_checkpoint: {model}\noptimizer: foreign_optim:make\n")
+    checkpoint = tmp_path / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
+        export_checkpoint(checkpoint, tmp_path / "hf")
