@@ -84,7 +84,7 @@ def shard_of_another(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (newer_format, "has format 99, not 2"),
+        (newer_format, "has format 99, not 3"),
         (other_adapter, r"is of another model \(Tiny, 3 parameters, tensors abc, an adapter of rank 8\)"),
         (changed_shard, r"is broken: shards/.*\.safetensors has changed"),
         (shard_of_another, "is broken: shards/more.safetensors is not in its manifest"),
