@@ -38,9 +38,11 @@ class QuantizedBaseFeature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "QuantizedBaseFeature":
         options = config.section(QuantizedBaseConfig)
-        with raise_on_all_ranks(ConfigError, "--load-in-4bit"):
+        flag = "--load-in-4bit" if options.load_in_4bit else "--load-in-8bit"
+        with raise_on_all_ranks(ConfigError, flag):
+            if torch.__version__ < "2.13":  # FSDP2 of torch 2.11 rejects parameters of whole numbers
+                raise ConfigError(f"{flag} needs torch 2.13, and this is {torch.__version__}: update it")
             if importlib.util.find_spec("bitsandbytes") is None:
-                flag = "--load-in-4bit" if options.load_in_4bit else "--load-in-8bit"
                 raise ConfigError(f"{flag} needs the bitsandbytes package: pip install 'fsdptrain[qlora]'")
         return cls(options)
 

@@ -98,6 +98,7 @@ WAYS = {
 }
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of torch 2.11 rejects parameters of whole numbers")
 @pytest.mark.parametrize(
     ("way", "kind"),
     only([("1 rank", "nf4"), ("2 ranks", "nf4"), ("2 ranks", "8-bit")], [(w, k) for w in WAYS for k in OPTIONS]),
