@@ -75,8 +75,7 @@ def _named_errors(name: str, fix: str) -> Iterator[None]:
 def _write_card(config: Config, folder: Path) -> None:
     """Write README.md, the recipe and the curves into the export."""
     target = folder / EXPORT
-    config = _without_places(config)
-    (target / "recipe.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (target / "recipe.yaml").write_text(to_yaml(_without_places(config)), encoding="utf-8")
     has_curves = importlib.util.find_spec("matplotlib") is not None and _draw(folder, target / _CURVES)
     (target / "README.md").write_text(model_card(config, folder, with_curves=has_curves), encoding="utf-8")
 
@@ -108,14 +107,14 @@ def _draw(folder: Path, target: Path) -> bool:
 
 def model_card(config: Config, folder: Path, *, with_curves: bool) -> str:
     """Return the model card: what was trained from what, the last evaluation, the curves, the recipe."""
-    name, model = config.run.push_to_hub, config.model.hf_checkpoint
-    data = ", ".join(_without_places(config).data.prompt_data)
+    name, public = config.run.push_to_hub, _without_places(config)
+    model, data = public.model.hf_checkpoint, ", ".join(public.data.prompt_data)
     assert name is not None
     algorithm, short = config.algorithm.algorithm, name.rpartition("/")[2]
     accuracies = {} if config.reward.reward == ["none"] else _last_accuracies(folder)
     is_adapter = (folder / EXPORT / "adapter_config.json").is_file()
     metadata = ModelCardData(
-        base_model=None if Path(model).exists() else model,
+        base_model=None if Path(config.model.hf_checkpoint).exists() else model,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["fsdptrain", algorithm],
@@ -132,16 +131,13 @@ def model_card(config: Config, folder: Path, *, with_curves: bool) -> str:
         ],
     )
     parts = [f"---\n{metadata.to_yaml()}\n---\n", f"# {short}\n"]
-    parts.append(
-        f"{Path(model).name if Path(model).exists() else model}, trained with {algorithm} on {data} by "
-        f"fsdptrain {fsdptrain.__version__}.\n"
-    )
+    parts.append(f"{model}, trained with {algorithm} on {data} by fsdptrain {fsdptrain.__version__}.\n")
     if accuracies:
         rows = "".join(f"| {held_out} | {value:.3f} |\n" for held_out, value in accuracies.items())
         parts.append(f"## Evaluation\n\n| set | accuracy |\n|---|---|\n{rows}")
     if with_curves:
         parts.append(f"![Curves of the run]({_CURVES})\n")
-    recipe = to_yaml(_without_places(config))
+    recipe = to_yaml(public)
     parts.append(f"## Recipe\n\n`fsdptrain --recipe recipe.yaml`, with all values:\n\n```yaml\n{recipe}```\n")
     return "\n".join(parts)
 

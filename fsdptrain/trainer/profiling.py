@@ -44,7 +44,8 @@ class StepProfiler:
         try:
             yield
         except BaseException:
-            self._stop()
+            if self._stop() is not None and torch.cuda.is_available():
+                torch.cuda.memory._record_memory_history(enabled=None)
             raise
         if step == self._last and (found := self._stop()) is not None:
             self._write(found)

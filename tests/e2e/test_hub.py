@@ -115,6 +115,7 @@ def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoi
     assert hub.files["curves.png"].startswith(b"\x89PNG")
     card = ModelCard(hub.files["README.md"].decode())
     assert card.data.library_name == "transformers"
+    assert card.data.base_model is None  # it is no repository of the hub
     accuracy = metrics_of(run)[-1]["eval/heldout/accuracy"]
     assert [found.metric_value for found in card.data.eval_results or ()] == [accuracy]
     assert f"| heldout | {accuracy:.3f} |" in card.text

@@ -1,5 +1,6 @@
 """Options of the teacher."""
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
@@ -96,7 +97,7 @@ class DistillationConfig(Section):
             yield from config.without_effect(["opd_teacher_api_key_env", "opd_teacher_timeout"], reason)
         if self.teacher == SELF and self.teacher_prompt is None:
             yield "--opd-teacher self needs --opd-teacher-prompt: with the same prompt the teacher is the policy"
-        if self.teacher_prompt is not None and not {"{prompt}", "{label}"} & set(_places(self.teacher_prompt)):
+        if self.teacher_prompt is not None and not re.search(r"\{(prompt|label)\}", self.teacher_prompt):
             yield f"--opd-teacher-prompt {self.teacher_prompt!r} names neither {{prompt}} nor {{label}}: add one"
         if self.is_server and config.rollout.temperature != 1.0:
             yield (
@@ -127,7 +128,3 @@ class DistillationConfig(Section):
             yield (
                 f"--opd-loss jsd does not work with --epochs-per-rollout {config.batch.epochs_per_rollout}: set it to 1"
             )
-
-
-def _places(text: str) -> list[str]:
-    return [place for place in ("{prompt}", "{label}") if place in text]

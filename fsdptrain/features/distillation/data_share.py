@@ -33,14 +33,20 @@ class DataShare:
 
     def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
         with raise_on_all_ranks(DataError, "--opd-on-policy-fraction"):
-            given = {prompt.id: self._of_label(prompt) for prompt in prompts if self._is_given(prompt, sampling.seed)}
+            given = self._given(prompts, sampling)
         made = self.inner.sample([prompt for prompt in prompts if prompt.id not in given], sampling, watch)
         return self._merged(prompts, given, made)
 
     def sample_in_flight(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
     ) -> GenerationRound:
-        raise NotImplementedError("the configuration excludes rollouts ahead of training")
+        given = self._given(prompts, sampling)
+        rest = [prompt for prompt in prompts if prompt.id not in given]
+        return self._merged(prompts, given, self.inner.sample_in_flight(rest, sampling, watch))
+
+    def _given(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[str, Sample]:
+        """Return the samples of labels, by prompt id."""
+        return {prompt.id: self._of_label(prompt) for prompt in prompts if self._is_given(prompt, sampling.seed)}
 
     def _is_given(self, prompt: Prompt, seed: int) -> bool:
         digest = hashlib.blake2b(f"{seed}/{prompt.id}".encode(), digest_size=8).digest()

@@ -37,12 +37,13 @@ from fsdptrain.features.distillation.teacher import (
     head_of,
     score_by_policy,
 )
-from fsdptrain.features.distillation.tokenizers import load_tokenizer, require_same_tokenizer
+from fsdptrain.features.distillation.tokenizers import require_same_tokenizer
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.rows import Rows, zeros_with
 from fsdptrain.trainer.samples.single_turn import Sampler
+from fsdptrain.trainer.tokenizer import load_tokenizer
 from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -71,20 +72,23 @@ class DistillationFeature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "DistillationFeature":
         """Compare the tokenizers, and reach the teacher's server. Raises ConfigError on all ranks."""
-        shape = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).get_text_config()
-        feature = cls(config, load_tokenizer(config, checkpoint), vocab_size=shape.vocab_size)
-        options = feature._options
+        trust, options = config.model.trust_remote_code, config.section(DistillationConfig)
+        shape = model_config(checkpoint, trust_remote_code=trust).get_text_config()
+        with raise_on_all_ranks(ConfigError, "--hf-checkpoint"):
+            tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust)
+        feature = cls(config, tokenizer, vocab_size=shape.vocab_size)
         if options.is_server:
             from fsdptrain.features.distillation.server import ServerTeacher
 
             with raise_on_all_ranks(ConfigError, "--opd-teacher"):
-                feature._teacher = ServerTeacher.connect(config, feature._tokenizer, vocab_size=shape.vocab_size)
+                feature._teacher = ServerTeacher.connect(config, tokenizer, vocab_size=shape.vocab_size)
         elif options.teacher != SELF:
             assert options.teacher is not None
             with named_in_errors("--opd-teacher"):
                 feature._path = resolve_checkpoint(options.teacher)
-            with raise_on_all_ranks(ConfigError, "--opd-teacher"):
-                require_same_tokenizer(config, feature._tokenizer, feature._path)
+                with raise_on_all_ranks(ConfigError, "--opd-teacher"):
+                    theirs = load_tokenizer(feature._path, trust_remote_code=trust)
+                    require_same_tokenizer(tokenizer, theirs, options.teacher)
         return feature
 
     @property

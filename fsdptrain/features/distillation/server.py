@@ -137,9 +137,12 @@ class ServerTeacher:
 
     def _scores(self, pack: PackedBatch, answers: Sequence[list[Any]]) -> TeacherScores:
         following = [entry for answer in answers for entry in (*answer[1:], None)]  # of the label of each token
-        labels = pack.labels.tolist()
-        places = pack.loss_positions.tolist()
-        entries = [following[t] or {str(labels[t]): {"logprob": 0.0}} for t in places]  # None: no loss there
+        labels, places = pack.labels.tolist(), pack.loss_positions.tolist()
+        has_loss = pack.loss_mask[pack.loss_positions].tolist()  # False: the filler of a pack without loss tokens
+        entries = [
+            following[t] if loss else {str(labels[t]): {"logprob": 0.0}}
+            for t, loss in zip(places, has_loss, strict=True)
+        ]
         values = torch.tensor([_logprob(entry, labels[t]) for entry, t in zip(entries, places, strict=True)])
         if self._top_k is None:
             return TeacherScores(values, {})

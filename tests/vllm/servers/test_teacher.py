@@ -12,8 +12,8 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.distillation.divergence import with_rest
 from fsdptrain.features.distillation.server import ServerTeacher
 from fsdptrain.features.distillation.teacher import TOP_IDS, TOP_LOGPROBS
-from fsdptrain.features.distillation.tokenizers import load_tokenizer
 from fsdptrain.model.policy import plain_batch
+from fsdptrain.trainer.tokenizer import load_tokenizer
 from fsdptrain.vllm.server.process import ServerProcess
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import PYTHON, wait_until_up
@@ -47,7 +47,7 @@ def test_its_scores_are_those_of_the_model(models, url: str, alone: None, monkey
     path = models["untied"].first
     monkeypatch.setenv(ENV, cases.KEY)
     config = config_of(path, url, opd_loss="jsd", opd_top_k=4)
-    teacher = ServerTeacher.connect(config, load_tokenizer(config, path), vocab_size=VOCAB)
+    teacher = ServerTeacher.connect(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
     pack = plain_batch(SEGMENTS, device=torch.device("cpu"))
     [scores] = teacher.score([pack])
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -80,14 +80,14 @@ def test_a_server_that_cannot_teach_is_refused(
     monkeypatch.setenv(ENV, "another" if words == "HTTP 401" else cases.KEY)
     config = config_of(path, url, **options)
     with pytest.raises(ConfigError, match=words):
-        ServerTeacher.connect(config, load_tokenizer(config, path), vocab_size=VOCAB)
+        ServerTeacher.connect(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
 
 
 def test_a_server_with_another_tokenizer_is_refused(models, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = models["untied"].first
     monkeypatch.setenv(ENV, cases.KEY)
     config = config_of(path, url)
-    tokenizer = load_tokenizer(config, path)
+    tokenizer = load_tokenizer(path, trust_remote_code=False)
     tokenizer.add_tokens(["def f"])
     with pytest.raises(ConfigError, match="with another tokenizer"):
         ServerTeacher.connect(config, tokenizer, vocab_size=VOCAB)
