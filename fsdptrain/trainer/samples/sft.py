@@ -73,15 +73,15 @@ class SftSource:
         refused, in_a_row = Refusals(), Refusals()
         while missing := self.num_samples - len(drawn) + refused.counts.total():
             with raise_on_all_ranks(RolloutError, "--prompt-data"):
-                asked = self.stream.next(missing)
-                for prompt in asked:
+                prompts = self.stream.next(missing)
+                for prompt in prompts:
                     self.stream.record(prompt)
-                made, found = build_samples(self.builders, own_share(asked))
-            found = sum(gather(found), Refusals())
-            in_a_row = in_a_row + found if found.counts.total() == missing else Refusals()
+                made, skipped = build_samples(self.builders, own_share(prompts))
+            skipped = sum(gather(skipped), Refusals())
+            in_a_row = in_a_row + skipped if skipped.counts.total() == missing else Refusals()
             if in_a_row.counts.total() >= MOST_UNUSABLE:
                 raise in_a_row.none_usable(f"--prompt-data {self.stream.name}")
-            samples, drawn, refused = samples + made, drawn + asked, refused + found
+            samples, drawn, refused = samples + made, drawn + prompts, refused + skipped
         self._warn(refused)
         self.stream.count_too_long(refused.counts[LONG_PROMPT])
         unusable = refused.counts.total() - refused.counts[LONG_PROMPT] - refused.counts[OVERLONG]
@@ -122,8 +122,8 @@ def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
         [prompt] = stream.next(1)
         if stream.epoch:
             break
-        made, found = build_samples({"": builder}, [prompt])
-        samples, refused = samples + made, refused + found
+        made, skipped = build_samples({"": builder}, [prompt])
+        samples, refused = samples + made, refused + skipped
     if not samples:
         raise refused.none_usable(f"--prompt-data {stream.name}")
     stream.load_state_dict(state)
