@@ -34,7 +34,7 @@ Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
 
 Train, inspect, plan, report, eval, export:
   fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload
-  fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run
+  fsdptrain --recipe recipes/sft_qwen2.5_7b.yaml --lr 1e-5 --dry-run
   fsdptrain inspect --hf-checkpoint Qwen/Qwen3-4B
   fsdptrain plan --hf-checkpoint Qwen/Qwen3-4B --num-gpus 8 --gpu-memory-gib 80
   fsdptrain report runs/Qwen3-4B-grpo

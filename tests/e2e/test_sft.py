@@ -137,7 +137,7 @@ def test_responses_are_generated_and_rewarded_if_asked_for(checkpoint, tmp_path)
 def test_the_recipe_trains_on_rows_of_a_file(checkpoint, tmp_path) -> None:
     argv = [
         "--recipe",
-        str(RECIPES / "sft.yaml"),
+        str(RECIPES / "sft_qwen2.5_7b.yaml"),
         "--prompt-data",
         write(tmp_path / "r.jsonl", [{"messages": c} for c in CHATS]),
     ]

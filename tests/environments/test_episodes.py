@@ -81,7 +81,7 @@ def test_openenv_tools_are_tools_of_the_model(play: Play, closing: Close, episod
 
 
 def test_the_openenv_server_of_the_recipe_rewards_the_number(play: Play, closing: Close) -> None:
-    recipe = load_recipe(RECIPES / "grpo_openenv_guess_number_qwen3_4b.yaml")
+    recipe = load_recipe(RECIPES / "openenv_guess_number_qwen3_4b.yaml")
     agent = closing(OpenEnv(**recipe.environment.environment_kwargs, python=OPENENV))
     first, *_ = rows = agent.dataset()
     assert len(rows) == 1000

@@ -92,8 +92,8 @@ def test_the_recipe_of_verifiers_trains_on_hangman(
         "num_tasks": 4,
         "player": {"max_turns": 2, "sampling": {"max_tokens": 20}},
     }
-    assert kwargs["taskset"] == _recipe("grpo_verifiers_hangman_qwen3_4b")["taskset"]
-    flags = ["--recipe", str(RECIPES / "grpo_verifiers_hangman_qwen3_4b.yaml"), "--no-skip-zero-advantage", *SMALL]
+    assert kwargs["taskset"] == _recipe("verifiers_hangman_qwen3_4b")["taskset"]
+    flags = ["--recipe", str(RECIPES / "verifiers_hangman_qwen3_4b.yaml"), "--no-skip-zero-advantage", *SMALL]
     variables = {"NLTK_DATA": str(words_of_nltk(tmp_path))}
     [row], samples = run(model, tmp_path, "verifiers", kwargs, *flags, variables=variables)
     assert row["agent/failed_episodes"] == 0

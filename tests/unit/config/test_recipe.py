@@ -27,7 +27,7 @@ def test_every_recipe_of_the_repository_is_a_configuration(path):
 
 
 def test_the_recipes_are_found():
-    assert {"grpo_gsm_symbolic_qwen3_4b.yaml", "sft.yaml"} <= {path.name for path in RECIPES}
+    assert {"gsm_symbolic_qwen3_4b.yaml", "sft_qwen2.5_7b.yaml"} <= {path.name for path in RECIPES}
 
 
 def test_numbers_as_python_writes_them_are_numbers(recipe):
