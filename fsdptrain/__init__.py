@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdptrain.config import Config, load_recipe
     from fsdptrain.errors import FsdptrainError
-    from fsdptrain.trainer import Trainer
+    from fsdptrain.trainer import Callback, RunResult, Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "FsdptrainError", "Trainer", "load_recipe"]
+__all__ = ["Callback", "Config", "FsdptrainError", "RunResult", "Trainer", "load_recipe"]
 
 _HOME = {
+    "Callback": "fsdptrain.trainer",
     "Config": "fsdptrain.config",
     "FsdptrainError": "fsdptrain.errors",
+    "RunResult": "fsdptrain.trainer",
     "Trainer": "fsdptrain.trainer",
     "load_recipe": "fsdptrain.config",
 }

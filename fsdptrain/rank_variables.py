@@ -10,6 +10,7 @@ from fsdptrain.errors import ConfigError
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves its error for the process that started it
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 RUN_ID = "TORCHELASTIC_RUN_ID"  # --rdzv-id; the same after a restart
+LAUNCHER_PID = "FSDPTRAIN_LAUNCHER_PID"  # set for ranks started by the fsdptrain command
 _REMEDY = "start with torchrun, which sets it, or unset RANK to train in one process"
 
 
@@ -51,6 +52,10 @@ def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVari
     if problem is not None:
         raise ConfigError(f"{problem}: {_REMEDY}")
     return found
+
+
+def has_fsdptrain_launcher() -> bool:
+    return LAUNCHER_PID in os.environ
 
 
 def restart_count() -> int:

@@ -11,6 +11,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 from fsdptrain.errors import ConfigError, describe
 
 T = TypeVar("T")
+_GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("given", default={})  # noqa: B039  # never changed
 
 
 class Table(Mapping[str, T]):
@@ -66,8 +69,26 @@ def resolve(
     raise ConfigError(f"{flag} does not know {name!r}{suggest(name, known)}; it takes {choices}")
 
 
+@contextmanager
+def given_objects(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Within the context, `import_attribute` returns the `objects` of these paths `module:name` without an import."""
+    token = _GIVEN.set(objects)
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def path_of(given: Any) -> str:
+    """Return `module:name` of a function or a class; of another object, that of its class."""
+    named = given if hasattr(given, "__qualname__") else type(given)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
 def import_attribute(path: str, *, flag: str) -> Any:
     """Import `package.module:attribute`. The current directory is on the import path."""
+    if path in _GIVEN.get():
+        return _GIVEN.get()[path]
     module_name, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # console scripts do not add the current directory; `python -m` does

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def _spawn(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], port:
         pipes.append(ours)
         processes.append(process)
     try:
-        return _collect(pipes, deadline=time.monotonic() + timeout)
+        return _collect(pipes, processes, deadline=time.monotonic() + timeout)
     finally:
         for process in processes:
             process.kill()
@@ -224,7 +225,7 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: Sequence[BaseProcess], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -237,7 +238,9 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             try:
                 ok, payload = pipes[rank].recv()
             except EOFError:
-                raise RuntimeError(f"rank {rank} died without a word") from None
+                processes[rank].join(10.0)
+                code = processes[rank].exitcode  # negative: of the signal
+                raise RuntimeError(f"rank {rank} died with exit code {code}") from None
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{payload}")
             results[rank] = torch.load(io.BytesIO(payload), weights_only=False)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack, cast
 
 import pydantic
 from pydantic import BaseModel
@@ -13,6 +13,7 @@ from fsdptrain.config import checks
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.keys import all_keys, all_sections, flatten
+from fsdptrain.config.keywords import Keywords
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, FAST, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import field_problem
@@ -58,8 +59,8 @@ class Config(BaseModel):
     _fast: dict[str, Any] = {}  # what --speed fast has set, by flat key
     _left_out: list[str] = []  # and why it has not set the rest
 
-    def __init__(self, **values: Any) -> None:
-        given = flatten(values)
+    def __init__(self, **values: Unpack[Keywords]) -> None:
+        given = flatten(cast("Mapping[str, Any]", values))
         algorithm = given.get("algorithm", AlgorithmConfig().algorithm)
         if given.get("output_dir", "") == "":
             model = os.path.basename(os.path.abspath(str(given.get("hf_checkpoint"))))
@@ -141,6 +142,20 @@ class Config(BaseModel):
         """Whether the value of an option differs from the default and from the algorithm's preset."""
         preset = preset_values(self.algorithm.algorithm, self.algorithm.loss)
         return self.value(flat) != preset.get(flat, all_keys()[flat].default)
+
+    @property
+    def changed_values(self) -> dict[str, Any]:
+        """The options whose values differ from the defaults and from the algorithm's preset, by flat key."""
+        algorithm = (
+            {} if self.algorithm.algorithm == AlgorithmConfig().algorithm else {"algorithm": self.algorithm.algorithm}
+        )
+        changed = {flat: self.value(flat) for flat in all_keys() if flat != "algorithm" and self.is_set(flat)}
+        return {**algorithm, **changed}
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{flat}={value!r}' for flat, value in self.changed_values.items())})"
+
+    __str__ = __repr__
 
     def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[NoEffectError]:
         """Yield an error for each of `keys` (flat) that is set."""

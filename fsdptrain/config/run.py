@@ -116,6 +116,8 @@ class LaunchConfig(Section):
     """Processes on this machine. Default: one per visible GPU, or one without GPUs."""
     dist_timeout: int = Field(default=1800, ge=1)
     """Timeout of every wait between ranks. [s]"""
+    grace_period: float = Field(default=300.0, ge=0.0)
+    """Time after SIGTERM for the end of the current step and a checkpoint. Then the run ends at once. [s]"""
     max_restarts: Annotated[int, Requires("save_interval", fix=_RESTARTS), Requires("keep_last", fix=_RESTARTS)] = (
         Field(default=0, ge=0)
     )

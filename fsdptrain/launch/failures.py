@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdptrain.errors import FsdptrainError, RankError, RolloutError
-from fsdptrain.launch.parent import has_fsdptrain_launcher
-from fsdptrain.rank_variables import ERROR_FILE
+from fsdptrain.rank_variables import ERROR_FILE, has_fsdptrain_launcher
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

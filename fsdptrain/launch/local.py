@@ -17,8 +17,8 @@ from fsdptrain.config import Config
 from fsdptrain.cores import usable_cores
 from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.launch.failures import Failure, root_cause
-from fsdptrain.launch.parent import LAUNCHER_PID
-from fsdptrain.rank_variables import RESTART_COUNT
+from fsdptrain.launch.stop import ForwardStop
+from fsdptrain.rank_variables import LAUNCHER_PID, RESTART_COUNT
 
 _SHUTDOWN_TIMEOUT_S = 10  # [s] between SIGTERM and SIGKILL
 
@@ -31,11 +31,15 @@ def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
     launch, command = config.launch, ["-m", module, *argv]
+    stop = ForwardStop(grace_period=launch.grace_period)
     try:
-        with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch, _agent_log_disabled():
-            failure = _run_attempts(command, _open_logs(launch.log_dir, scratch), nproc, launch.max_restarts)
+        with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch, _agent_log_disabled(), stop:
+            logs = _open_logs(launch.log_dir, scratch)
+            failure = _run_attempts(command, logs, nproc, launch.max_restarts, stop)
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return 128 + (stop.signal or int(error.sigval))
+    if stop.signal is not None and (failure is None or failure.exit_code == 128 + signal.SIGINT):
+        return 128 + stop.signal
     if failure is None:
         return 0
     if failure.exit_code == 2:
@@ -44,13 +48,15 @@ def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str 
     return failure.exit_code
 
 
-def _run_attempts(command: Sequence[str], logs: DefaultLogsSpecs, nproc: int, max_restarts: int) -> Failure | None:
+def _run_attempts(
+    command: Sequence[str], logs: DefaultLogsSpecs, nproc: int, max_restarts: int, stop: ForwardStop
+) -> Failure | None:
     """Run until success or the last allowed attempt. Returns None if the last attempt succeeded."""
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     attempt = 0
     while True:
         failure = _run_once(command, _launch_config(nproc, run_id, _Attempt(logs, attempt)))
-        if failure is None or attempt == max_restarts or not failure.restartable:
+        if failure is None or attempt == max_restarts or not failure.restartable or stop.signal:
             return failure
         attempt += 1
         sys.stderr.write(f"fsdptrain: {failure.text}; restart {attempt} of {max_restarts}\n")
@@ -65,7 +71,7 @@ def _run_once(command: Sequence[str], launch: LaunchConfig) -> Failure | None:
 
 
 def _launch_config(nproc: int, run_id: str, logs: LogsSpecs) -> LaunchConfig:
-    handled = [name for name in ("SIGTERM", "SIGHUP") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    handled = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -79,7 +85,7 @@ def _launch_config(nproc: int, run_id: str, logs: LogsSpecs) -> LaunchConfig:
         monitor_interval=0.1,
         logs_specs=logs,
         log_line_prefix_template="${role_name}",  # empty
-        signals_to_handle=",".join(handled),  # without SIGINT: on KeyboardInterrupt, the agent ends ranks with SIGTERM
+        signals_to_handle=",".join(handled),  # SIGINT and SIGTERM: `ForwardStop`
     )
 
 

@@ -5,14 +5,9 @@ import os
 import signal
 import sys
 
-from fsdptrain.rank_variables import RUN_ID
+from fsdptrain.rank_variables import LAUNCHER_PID, RUN_ID
 
-LAUNCHER_PID = "FSDPTRAIN_LAUNCHER_PID"  # set for ranks started by the fsdptrain command
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-def has_fsdptrain_launcher() -> bool:
-    return LAUNCHER_PID in os.environ
 
 
 def exit_with_parent() -> None:

@@ -10,17 +10,15 @@ from contextlib import contextmanager
 from fsdptrain import platform
 from fsdptrain.config import Config, check_own_launch, check_processes
 from fsdptrain.errors import FsdptrainError, describe
-from fsdptrain.launch.parent import has_fsdptrain_launcher
 from fsdptrain.quiet import silence_libraries
-from fsdptrain.rank_variables import read_rank_variables
+from fsdptrain.rank_variables import has_fsdptrain_launcher, read_rank_variables
 
 
 def run_alone(config: Config) -> int:
     """Train in this process."""
     configure_logging(rank=0)
     with process_group(config):
-        train(config)
-    return 0
+        return train(config)
 
 
 @contextmanager
@@ -38,16 +36,20 @@ def process_group(config: Config) -> Iterator[None]:
         yield
 
 
-def train(config: Config) -> None:
-    """Train. Raises an error where user code exits or a pipe is closed: the exit code 0 means trained."""
+def train(config: Config) -> int:
+    """Train. Returns the exit code: 0, or 128 + the signal that ended the run early.
+
+    Raises an error where user code exits or a pipe is closed: the exit code 0 means trained.
+    """
     from fsdptrain.trainer import Trainer  # import after `configure_logging`
 
     try:
-        Trainer(config).fit()
+        result = Trainer(config).fit()
     except SystemExit as error:
         raise FsdptrainError(f"the run was ended before its end by {describe(error)}") from error
     except BrokenPipeError as error:  # which the command line takes for the end of its reader
         raise RuntimeError(f"the run was ended before its end by {describe(error)}") from error
+    return 0 if result.stop_signal is None else 128 + result.stop_signal
 
 
 def configure_logging(*, rank: int) -> None:

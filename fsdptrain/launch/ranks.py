@@ -12,6 +12,7 @@ from fsdptrain.config import Config
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.launch.process import configure_logging, process_group, train
 from fsdptrain.launch.same_options import require_same_options
+from fsdptrain.rank_variables import has_fsdptrain_launcher
 
 _CONNECTION_ERRORS = (
     "closed by peer",
@@ -29,8 +30,8 @@ def run_as_rank(config: Config, rank: int, work: Callable[[], None] | None = Non
     end = _EndRankOnError(rank)
     with end, process_group(config), end:  # inner: before the group closes, which may wait for other ranks
         require_same_options(config)
-        work() if work is not None else train(config)
-    return 0
+        code = train(config) if work is None else work() or 0
+    return 0 if has_fsdptrain_launcher() else code  # which would end ranks that still close; it knows of the signal
 
 
 class _EndRankOnError:

@@ -3,12 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fsdptrain.trainer.loop import Trainer
+from fsdptrain.trainer.callbacks import Callback
+from fsdptrain.trainer.result import RunResult
+from fsdptrain.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from fsdptrain.trainer.export import export_checkpoint
 
-__all__ = ["Trainer", "export_checkpoint"]
+__all__ = ["Callback", "RunResult", "Trainer", "export_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain import platform, registry
 from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.config import Config
+from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import is_valid
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.stream import PromptSource
@@ -78,6 +78,8 @@ class Components:
     """Everything that a run owns."""
 
     config: Config  # without what this machine cannot run, and with the chosen sizes
+    tokenizer: PreTrainedTokenizerBase
+    prompts: DataConfig  # how a prompt becomes tokens: system prompt and chat template
     backend: PolicyBackend
     loss: Loss
     advantages: AdvantageRule
@@ -95,7 +97,12 @@ class Components:
 
 @contextmanager
 def build_components(
-    config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
+    config: Config,
+    folder: RunFolder,
+    *,
+    reward: RewardFunction | None,
+    dataset: Sequence[Mapping[str, Any]] | None,
+    eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[Components]:
     """Build data and rewards, then the model, then the engine. Close all of them on exit."""
     config = usable_here(config)
@@ -116,7 +123,7 @@ def build_components(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
         advantages = advantage_rule(config, reward_function)
-        data = build_data(instructed, tokenizer, dataset, environment, processor)
+        data = build_data(instructed, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
         builders = sample_builders(instructed, tokenizer, data) if is_sft else None
         engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
@@ -148,6 +155,8 @@ def build_components(
             evaluation = of_losses(config, backend, generation=evaluation)
         yield Components(
             config=config,
+            tokenizer=tokenizer,
+            prompts=data.stream.parts[0].data,
             backend=backend,
             loss=loss,
             advantages=advantages,

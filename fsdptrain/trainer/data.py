@@ -58,6 +58,8 @@ def build_data(
     dataset: Sequence[Mapping[str, Any]] | None,
     environment: "LoadedEnvironment | None",
     processor: PromptProcessor | None = None,
+    *,
+    eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> RunData:
     """Load the rows, and split them into those to train on and those held out (none if the run never evaluates)."""
     image_key = None if processor is None else processor.image_key
@@ -68,7 +70,7 @@ def build_data(
         if len(sources) == 1:  # evaluated with the system prompt that is trained
             [trained] = sources.values()
             own = own.model_copy(update={"system_prompt": system_prompt_of(trained.data)})
-        rows = _evaluation_rows(config, own, image_key)
+        rows = _evaluation_rows(config, own, image_key, eval_dataset)
         held_out = {"": OpenSource(own, rows, rows)}
     exclude = {content_hash(row) for source in held_out.values() for row in source.held_out}
     streams = {
@@ -118,11 +120,17 @@ def _open_sources(
     return found
 
 
-def _evaluation_rows(config: Config, data: DataConfig, image_key: str | None) -> list[Row]:
-    """Return the first rows of --eval-prompt-data."""
-    rows = load_rows(
-        data, seed=config.run.seed, flag="--eval-prompt-data", image_key=image_key, sft=sft_options(config)
-    )
+def _evaluation_rows(
+    config: Config, data: DataConfig, image_key: str | None, dataset: Sequence[Mapping[str, Any]] | None
+) -> list[Row]:
+    """Return the first rows of --eval-prompt-data, or of `dataset` in place of it."""
+    options: dict[str, Any] = {"image_key": image_key, "sft": sft_options(config)}
+    if dataset is not None:
+        from fsdptrain.data.tables import as_rows
+
+        rows = as_rows(dataset, data, **options)
+    else:
+        rows = load_rows(data, seed=config.run.seed, flag="--eval-prompt-data", **options)
     return [rows[i] for i in range(min(len(rows), config.data.eval_size or DEFAULT_EVAL_SIZE))]
 
 

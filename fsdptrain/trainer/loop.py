@@ -5,95 +5,52 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from fsdptrain import platform
 from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
-from fsdptrain.config import Config, DataConfig, check_own_launch, check_processes
-from fsdptrain.config.grid import across_nodes
 from fsdptrain.config.run import profiled
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, NumericsError, RolloutError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.protocols import RewardFunction
 from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
-from fsdptrain.trainer.components import Components, build_components, log
+from fsdptrain.trainer.components import Components, log
 from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.profiling import StepProfiler
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.rules import loss_config
-from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder, open_folder
-from fsdptrain.trainer.run_lock import lock_folder
+from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder
 from fsdptrain.trainer.samples.source import RolloutBatch
+from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics, Sample
 
-
-class Trainer:
-    """A run: `Trainer(config).fit()`.
-
-    Args:
-        config: every option; see fsdptrain.config.
-        reward: a function in place of `--reward`: (prompt, response text) -> float or {name: float}.
-        dataset: rows in place of `--prompt-data`: a `datasets.Dataset` or a list of mappings.
-
-    Under torchrun every rank creates one, with the same arguments; otherwise the run has one process.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        reward: RewardFunction | None = None,
-        dataset: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        if reward is not None and not config.generates:
-            raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft without --sft-eval-generate")
-        self.config = config if dataset is None else _with_own_data(config)
-        self._reward = reward
-        self._dataset = dataset
-
-    def fit(self) -> Metrics:
-        """Train from the start, or from the newest checkpoint, to the end. Returns the last value of every metric."""
-        if not dist.is_initialized():  # else `fsdptrain.launch` has checked
-            check_own_launch(self.config)
-        with platform.process_group(self.config.launch.dist_timeout):
-            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)
-            for line in across_nodes(self.config, local_world_size) if dist.get_rank() == 0 else ():
-                log.warning("%s", line)
-            platform.seed_everything(self.config.run.seed + dist.get_rank())
-            platform.set_deterministic(self.config.model.deterministic_mode)
-            with lock_folder(self.config):
-                folder = open_folder(self.config)
-                if self.config.run.push_to_hub is not None:
-                    from fsdptrain.trainer.hub import open_repository
-
-                    open_repository(self.config)
-                with build_components(self.config, folder, reward=self._reward, dataset=self._dataset) as components:
-                    last = TrainingLoop(folder, components).run()
-                if self.config.run.push_to_hub is not None and dist.get_rank() == 0:
-                    from fsdptrain.trainer.hub import push
-
-                    push(self.config, folder.path)
-                return last
+if TYPE_CHECKING:
+    from fsdptrain.trainer.trainer import Trainer
 
 
 class TrainingLoop:
-    """One call of `fit`. Every method is collective."""
+    """An open run. Every method is collective."""
 
-    def __init__(self, folder: RunFolder, components: Components) -> None:
+    def __init__(self, folder: RunFolder, components: Components, *, trainer: "Trainer", stop: StopRequest) -> None:
         config = components.config
         self.step = 0  # rollouts that were trained on; also the version of the policy
+        self.stopped = ""  # why the run has ended early
+        self.exported: Path | None = None
+        self._trainer = trainer  # for callbacks
+        self._stop = stop
+        self._saved: int | None = None  # step of the newest checkpoint
         self._num_updates = 0  # optimizer steps that were not skipped
         self._config = config
         self._folder = folder
+        self._components = components
         self._source = components.source
         self._backend = components.backend
         self._engine = components.engine
@@ -127,9 +84,28 @@ class TrainingLoop:
             planned_memory=components.planned_memory,
         )
 
-    def run(self) -> Metrics:
-        """Train until --num-rollout; the last value of every metric."""
         self._resume()
+
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
+
+    @property
+    def metrics(self) -> Metrics:
+        """The last value of every metric."""
+        return self._report.last
+
+    @property
+    def model(self) -> nn.Module:
+        return self._backend.model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._components.tokenizer
+
+    def run(self) -> None:
+        """Train until --num-rollout, or until a request to stop, which `stopped` then tells."""
+        self.stopped = ""
         self._folder.write_config(self._config)
         if self.step >= self._config.run.num_rollout:
             log.info("nothing to train: step %d of --num-rollout %d", self.step, self._config.run.num_rollout)
@@ -138,27 +114,64 @@ class TrainingLoop:
         if self.step == 0 or not self._config.run.num_rollout:
             self._evaluate()
         with self._checkpoints:
-            while self.step < self._config.run.num_rollout:
+            while self.step < self._config.run.num_rollout and not self._must_stop():
                 with self._profiler(self.step + 1):
                     self._train_on_rollout()
                 self._require_an_update()
                 self._checkpoints.check()
-                if self._evaluation_is_due:
+                if self._evaluation_is_due and not self._must_stop():
                     self._evaluate()
                 if self._checkpoint_is_due:
                     self._save()
                 self._report.log_timeline(self.step)
-            if self._config.run.export:
+            if self.stopped:
+                self._save_early()
+            elif self._config.run.export:
                 with self._phases("save"):
                     self._backend.export(self._folder.path / EXPORT)
+                self.exported = self._folder.path / EXPORT
         self._report.log_timeline(self.step)
-        return self._report.last
+
+    def evaluate(self) -> Metrics:
+        """Evaluate the current weights. Returns the metrics. Raises ConfigError if there are no held-out rows."""
+        if self._evaluation is None:
+            raise ConfigError("evaluate() needs held-out rows: set --eval-size or --eval-prompt-data, --eval-interval")
+        if self._weight_sync is not None:
+            self._weight_sync.push(self.step, self._phases)
+        self._evaluate()
+        return {name: value for name, value in self._report.last.items() if name.startswith("eval/")}
+
+    def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], **sampling: Any) -> list[list[str]]:
+        """Generate texts with the current weights. Raises ConfigError if the run has no engine."""
+        if self._weight_sync is None:
+            raise ConfigError("generate() needs an engine, which --algorithm sft has with --sft-eval-generate only")
+        from fsdptrain.trainer.interactive import generate_texts
+
+        self._weight_sync.push(self.step, self._phases)
+        with self._phases("eval"):
+            return generate_texts(self._components, prompts, **sampling)
+
+    def _must_stop(self) -> bool:
+        if not self.stopped and self._stop.on_any_rank():
+            self.stopped = self._stop.reason or "another rank"
+        return bool(self.stopped)
+
+    def _save_early(self) -> None:
+        if self._config.run.keep_last and self.step != self._saved:
+            self._save()
+        where = f"resume from {self._folder.path} by the same command"
+        if not self._config.run.keep_last:
+            where = "without a checkpoint (--keep-last 0)"
+        log.warning(
+            "stopped by %s after step %d of %d: %s", self.stopped, self.step, self._config.run.num_rollout, where
+        )
 
     def _train_on_rollout(self) -> None:
         """One rollout and its optimizer steps."""
         begin = self._phases.timeline.now()
         with self._phases.rollout(self.step + 1):
             rollout = self._collect()  # generate, compute rewards and advantages
+            self._call("on_rollout", rollout.samples)
             steps = self._pack(rollout)  # the packs of each optimizer step, equally many on every rank
             steps, kl_metrics = self._compute_logprobs(steps, rollout)  # of the old policy and the reference
             trained = self._optimize(steps)
@@ -260,6 +273,7 @@ class TrainingLoop:
         self._report.log(values, self.step)
         self._report.log_samples(rollout.shown, "train", self.step)
         self._report.warn_without_signal(values, self._folder.path)
+        self._call("on_step", values)
 
     def _require_an_update(self) -> None:
         """Raise NumericsError at the end of a run in which every optimizer step was skipped."""
@@ -277,6 +291,11 @@ class TrainingLoop:
             values, shown = self._evaluation.run()
         self._report.log(values, self.step)
         self._report.log_samples(shown, "heldout", self.step)
+        self._call("on_eval", values)
+
+    def _call(self, method: str, argument: Any) -> None:
+        for callback in self._trainer.callbacks:
+            getattr(callback, method)(self._trainer, argument)
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -315,7 +334,10 @@ class TrainingLoop:
     def _save(self) -> None:
         """With --offload-train the engine sleeps meanwhile, and gets its weights once more afterwards."""
         with self._phases("save"):
-            self._checkpoints.write(self.step, self._write_state)
+            written = self._checkpoints.write(self.step, self._write_state)
+        self._saved = self.step
+        if written is not None:
+            self._call("on_save", written)
         if self._config.sync.offload_train and self.step < self._config.run.num_rollout:
             self._push_weights()
 
@@ -337,15 +359,6 @@ class TrainingLoop:
             if self._config.run.num_rollout:  # else the data may be other data
                 self._stream.load_state_dict(progress["stream"])
             self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
-        self.step = self._backend.load(checkpoint)
+        self.step = self._saved = self._backend.load(checkpoint)
         self._kl.scale = progress.get("kl_scale", 1.0)  # older checkpoints have none
         self._num_updates = progress.get("num_updates", 1)
-
-
-def _with_own_data(config: Config) -> Config:
-    """Data from Python has no reasoning-gym task behind it, so neither its scorer nor its system prompt apply."""
-    if config.data.prompt_data != DataConfig().prompt_data:
-        raise ConfigError(f"--prompt-data {config.data.data_name} and Trainer(dataset=...) are both given: choose one")
-    if config.data.prompt_data_streaming:
-        raise ConfigError("--prompt-data-streaming has no effect on Trainer(dataset=...): remove it")
-    return config.model_copy(update={"data": config.data.source("dataset")})

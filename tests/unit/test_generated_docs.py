@@ -27,6 +27,11 @@ def test_a_generated_page_is_up_to_date(page: str) -> None:
     assert (DOCS / page).read_text(encoding="utf-8") == generated, f"run: python docs/{script}"
 
 
+def test_the_keywords_of_config_are_up_to_date() -> None:
+    found = runpy.run_path(str(DOCS / "generate_keywords.py"))
+    assert found["PAGE"].read_text(encoding="utf-8") == found["keywords_module"](), "run: docs/generate_keywords.py"
+
+
 def test_the_page_for_users_of_slime_names_flags_that_exist() -> None:
     rows = re.findall(r"^\| `(--[\w-]+)`[^|]*\| (.*?) \|", (DOCS / "coming_from_slime.md").read_text(), re.MULTILINE)
     assert len(rows) > 70

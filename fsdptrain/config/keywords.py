@@ -1,0 +1,261 @@
+"""Types of the keywords of `Config`. Made by docs/generate_keywords.py."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+from fsdptrain.config.section import Section
+
+# fmt: off
+
+class Keywords(TypedDict, total=False):
+    """Sections, then all options by flat key. docs/configuration.md describes them."""
+
+    model: Section | Mapping[str, Any]
+    data: Section | Mapping[str, Any]
+    reward: str | list[str] | Section | Mapping[str, Any]
+    environment: str | Section | Mapping[str, Any] | None
+    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "prime_rl", "reinforce", "rloo", "reinforce++_baseline", "max_rl", "opo", "opd", "sft"] | Section | Mapping[str, Any]  # noqa: E501
+    shaping: Section | Mapping[str, Any]
+    selection: Section | Mapping[str, Any]
+    sft: Section | Mapping[str, Any]
+    optim: Section | Mapping[str, Any]
+    batch: Section | Mapping[str, Any]
+    fsdp: Section | Mapping[str, Any]
+    rollout: Section | Mapping[str, Any]
+    sync: Section | Mapping[str, Any]
+    ref: Section | Mapping[str, Any]
+    run: Section | Mapping[str, Any]
+    log: Section | Mapping[str, Any]
+    launch: Section | Mapping[str, Any]
+    lora: Section | Mapping[str, Any]
+    quantized_base: Section | Mapping[str, Any]
+    vision: Section | Mapping[str, Any]
+    router: Section | Mapping[str, Any]
+    model_parallel: Section | Mapping[str, Any]
+    context_parallel: Section | Mapping[str, Any]
+    prefix_sharing: Literal["auto", "on", "off"] | Section | Mapping[str, Any]
+    activation_memory: Section | Mapping[str, Any]
+    compile: bool | Section | Mapping[str, Any]
+    fused_logprobs: Section | Mapping[str, Any]
+    liger: bool | Section | Mapping[str, Any]
+    distillation: Section | Mapping[str, Any]
+    fp8: str | list[Literal["training", "rollout"]] | Section | Mapping[str, Any]
+    vllm: Section | Mapping[str, Any]
+    servers: Section | Mapping[str, Any]
+    megatron: Section | Mapping[str, Any]
+    hf_checkpoint: str
+    backend: Literal["fsdp", "megatron"]
+    trust_remote_code: bool
+    load_strategy: Literal["shard", "rank0"]
+    attn_implementation: Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"]
+    layout: Literal["auto", "packed", "padded"]
+    bf16: bool
+    fp16: bool
+    logprob_chunk_size: int | Literal["auto"]
+    speed: Literal["standard", "fast"]
+    strict: bool
+    deterministic_mode: bool
+    prompt_data: str | list[str]
+    prompt_data_streaming: bool
+    prompt_data_buffer: int
+    prompt_split: str
+    input_key: str
+    label_key: str
+    metadata_key: str | None
+    apply_chat_template: bool
+    chat_template_kwargs: dict[str, bool | int | str]
+    system_prompt: str
+    eval_prompt_data: str | None
+    eval_size: int | None
+    data_size: int
+    max_unscored_fraction: float
+    reward_timeout: float | None
+    reward_workers: int | None
+    judge_url: str | None
+    judge_model: str | None
+    judge_rubric: str | None
+    judge_max_score: float
+    pass_threshold: float
+    environment_command: str | None
+    episode_timeout: float | None
+    environment_kwargs: dict[str, Any]
+    max_turns: int
+    max_observation_len: int
+    environment_timeout: float
+    environment_workers: int
+    loss: str
+    n_samples_per_prompt: int
+    advantage_estimator: str
+    advantage_scale: Literal["auto", "group", "batch", "whiten", "none"]
+    multi_reward: Literal["sum_then_normalize", "normalize_then_sum"]
+    eps_clip: float
+    eps_clip_high: float | None
+    eps_clip_c: float | None
+    is_cap_high: float
+    sapo_tau_pos: float
+    sapo_tau_neg: float
+    prime_rl_kl_coef: float
+    use_opsm: bool
+    opsm_delta: float
+    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum"]
+    kl_loss_coef: float
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"]
+    use_unbiased_kl: bool
+    kl_reward_coef: float
+    kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"]
+    kl_target: float | None
+    kl_horizon: int
+    entropy_coef: float
+    entropy_interval: int
+    skip_zero_advantage: bool
+    use_rollout_logprobs: bool
+    mismatch_correction: Literal["none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"]
+    mismatch_low: float | None
+    mismatch_high: float | None
+    mismatch_rejection: Literal["none", "token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"]  # noqa: E501
+    mismatch_rejection_max: float | None
+    overlong_penalty: float
+    overlong_buffer: int | None
+    length_penalty: float
+    mask_truncated: bool
+    dynamic_sampling: bool
+    dynamic_sampling_max_rounds: int
+    min_group_spread: float
+    curriculum: Literal["none", "pass_rate"]
+    curriculum_floor: float
+    curriculum_decay: float
+    sft_format: Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "label"]
+    sft_loss_on: Literal["assistant", "last", "all"]
+    sft_eval_generate: bool
+    optimizer: str
+    lr: float
+    lr_warmup_init: float
+    min_lr: float
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    lr_decay_iters: int | None
+    lr_warmup_iters: int
+    lr_warmup_fraction: float | None
+    lr_wsd_decay_iters: int | None
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"]
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    sgd_momentum: float
+    muon_lr: float | None
+    muon_momentum: float
+    muon_adjust_lr: Literal["match_rms_adamw", "original"]
+    clip_grad: float
+    offload_optimizer: bool
+    offload_optimizer_step: Literal["host", "device"]
+    max_skipped_steps: int
+    max_tokens_per_gpu: int
+    overlong_samples: Literal["error", "drop"]
+    global_batch_size: int | None
+    steps_per_rollout: int | None
+    epochs_per_rollout: int
+    fsdp_cpu_offload: bool
+    fsdp_replicate_size: int
+    fsdp_reshard_after_forward: bool | Literal["auto"]
+    fsdp_prefetch: bool
+    rollout_engine: str
+    rollout_batch_size: int
+    rollout_max_prompt_len: int | None
+    rollout_max_response_len: int
+    rollout_temperature: float
+    rollout_top_p: float
+    rollout_top_k: int | None
+    rollout_min_p: float
+    rollout_max_batch_tokens: int
+    rollout_slots: int | None
+    rollout_shuffle: bool
+    rollout_seed: int
+    max_staleness: int
+    partial_rollout: bool
+    mask_offpolicy_in_partial_rollout: bool
+    offload_train: bool
+    ref_load: str | None
+    ref_dtype: Literal["float32", "bfloat16"]
+    ref_update_interval: int | None
+    output_dir: str
+    num_rollout: int
+    seed: int
+    resume: str
+    save_interval: int
+    keep_last: int
+    async_save: bool
+    export: bool
+    push_to_hub: str | None
+    hub_private: bool
+    eval_interval: int
+    n_samples_per_eval_prompt: int
+    eval_temperature: float
+    eval_greedy: bool
+    profile_steps: str | None
+    verify_weight_sync: Literal["every", "first", "off"] | None
+    log_to: str | list[str]
+    log_project: str
+    log_run_name: str | None
+    log_num_samples: int
+    nproc_per_node: int | None
+    dist_timeout: int
+    grace_period: float
+    max_restarts: int
+    log_dir: str | None
+    probe: bool
+    dry_run: bool
+    lora_rank: int
+    lora_alpha: int
+    lora_dropout: float
+    lora_targets: str | list[str]
+    lora_export: Literal["adapter", "merged", "both"]
+    lora_sync: Literal["merged", "adapter"]
+    load_in_4bit: bool
+    load_in_8bit: bool
+    image_key: str | None
+    train_vision: bool
+    router_aux_loss_coef: float | Literal["config"]
+    router_bias_update_rate: float
+    router_replay: Literal["off", "scoring", "rollout"]
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    context_parallel_size: int
+    context_parallel_recurrent: Literal["refuse", "gather"]
+    gradient_checkpointing: bool
+    gradient_checkpointing_kind: Literal["full", "selective"]
+    gradient_checkpointing_every: int
+    offload_activations: bool
+    activation_memory_budget: float
+    logprob_kernel: Literal["auto", "triton", "eager"]
+    opd_teacher: str | None
+    opd_loss: Literal["token", "jsd"]
+    opd_kl_coef: float
+    opd_beta: float
+    opd_top_k: int | None
+    opd_on_policy_fraction: float
+    opd_teacher_prompt: str | None
+    opd_teacher_api_key_env: str | None
+    opd_teacher_timeout: float
+    fp8_recipe: Literal["rowwise", "tensorwise"]
+    fp8_skip: str | list[str]
+    rollout_engine_args: dict[str, Any]
+    rollout_kv_cache_gib: float | None
+    rollout_timeout: float
+    rollout_urls: str | list[str]
+    rollout_num_servers: int | None
+    rollout_server_python: str | None
+    rollout_api_key_env: str | None
+    rollout_allow_public_servers: bool
+    weight_transfer: Literal["file", "gloo", "nccl"]
+    weight_sync_dir: str | None
+    update_weight_buffer_size: int
+    weight_sync_timeout: float
+    server_start_timeout: float
+    min_servers: int
+    megatron_tensor_parallel: int
+    megatron_pipeline_parallel: int
+    megatron_expert_parallel: int
+    megatron_context_parallel: int
+    megatron_sequence_parallel: bool
+    megatron_moe_dispatcher: Literal["alltoall", "allgather"]
+    megatron_spec: str | None

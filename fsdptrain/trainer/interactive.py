@@ -1,0 +1,47 @@
+"""Responses to prompts from Python, with the engine of an open run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdptrain.data.prompts import make_prompt
+from fsdptrain.data.rows import Row
+from fsdptrain.distributed import gather, raise_on_all_ranks
+from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.trainer.components import Components
+from fsdptrain.trainer.samples.single_turn import response_text
+from fsdptrain.trainer.samples.source import own_share
+from fsdptrain.types import SamplingParams
+
+
+def generate_texts(
+    components: Components,
+    prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+    *,
+    num_samples: int,
+    max_tokens: int | None,
+    temperature: float | None,
+    seed: int,
+) -> list[list[str]]:
+    """Generate `num_samples` texts per prompt. Each rank generates for its share of the prompts. Collective."""
+    config, engine = components.config, components.engine
+    assert engine is not None
+    with raise_on_all_ranks(ConfigError, "generate"):
+        sampling = SamplingParams(
+            num_samples=num_samples,
+            max_tokens=config.rollout.max_response_len if max_tokens is None else max_tokens,
+            temperature=config.rollout.temperature if temperature is None else temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k or -1,
+            min_p=config.rollout.min_p,
+            seed=seed,
+        )
+        rows = [
+            Row(str(number), prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
+            for number, prompt in enumerate(prompts)
+        ]
+        made = [make_prompt(row, components.tokenizer, data=components.prompts) for row in rows]
+    with raise_on_all_ranks(RolloutError, "generate"):
+        completions = engine.generate(own_share(made), sampling)
+        texts = [response_text(components.tokenizer, completion) for completion in completions]
+    everywhere = [text for of_rank in gather(texts) for text in of_rank]
+    return [everywhere[i : i + num_samples] for i in range(0, len(everywhere), num_samples)]

@@ -1,0 +1,255 @@
+"""`Trainer`: a run from Python."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from fsdptrain import platform, registry
+from fsdptrain.config import Config, DataConfig, check_own_launch, check_processes
+from fsdptrain.config.grid import across_nodes
+from fsdptrain.config.keys import all_keys
+from fsdptrain.errors import ConfigError
+from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine
+from fsdptrain.trainer.callbacks import Callback
+from fsdptrain.trainer.components import build_components
+from fsdptrain.trainer.loop import TrainingLoop
+from fsdptrain.trainer.result import RunResult
+from fsdptrain.trainer.run_dir import open_folder
+from fsdptrain.trainer.run_lock import lock_folder
+from fsdptrain.trainer.stopping import StopRequest
+from fsdptrain.types import Metrics
+
+log = logging.getLogger(__name__)
+
+Rows = Sequence[Mapping[str, Any]]  # a `datasets.Dataset`, or a list of mappings
+Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "..."}, ...]
+
+
+class Trainer:
+    """A run: `Trainer(config).fit()`.
+
+    Args:
+        config: every option; see fsdptrain.config.
+        reward: a function in place of `--reward`: (prompt, response text) -> float or {name: float}.
+        dataset: rows in place of `--prompt-data`.
+        eval_dataset: rows in place of `--eval-prompt-data`.
+        environment: in place of `--environment`: an object with `reset` and `step`, its class, or a function.
+        loss: a function in place of `--loss`: (batch, logprobs, config) -> fsdptrain.protocols.LossOutput.
+        advantage: a function in place of `--advantage-estimator`: (rewards, lengths) -> advantages.
+        engine: in place of `--rollout-engine`: an engine, or a function (config, *, checkpoint, device) -> engine.
+        optimizer: a function in place of `--optimizer`: (parameter groups, options) -> torch.optim.Optimizer.
+        callbacks: called during the run; see fsdptrain.Callback.
+
+    Under torchrun every rank creates one, with the same arguments; otherwise the run has one process.
+
+    `fit` builds the run and closes it at its end. In `with Trainer(config) as trainer:` the run stays open until the
+    end of the block. `model`, `tokenizer`, `generate` and `evaluate` open the run with its newest checkpoint if it is
+    not open; `close` then frees its memory.
+
+    Raises ConfigError if an argument contradicts `config`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reward: RewardFunction | None = None,
+        dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
+        environment: Any = None,
+        loss: Loss | None = None,
+        advantage: Callable[..., Any] | None = None,
+        engine: RolloutEngine | Callable[..., RolloutEngine] | None = None,
+        optimizer: Callable[..., Any] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        if reward is not None and not config.generates:
+            raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft without --sft-eval-generate")
+        objects = {
+            "environment": _constructor(environment, ("reset", "step")),
+            "loss": loss,
+            "advantage_estimator": advantage,
+            "rollout_engine": _constructor(engine, ("generate", "update_weights")),
+            "optimizer": optimizer,
+        }
+        given = {flat: found for flat, found in objects.items() if found is not None}
+        config = _naming(config, given) if given else config
+        config = config if dataset is None else _with_rows(config)
+        self.config = config if eval_dataset is None else _with_evaluation_rows(config)
+        self.callbacks = list(callbacks)
+        self._objects = {str(self.config.value(flat)): found for flat, found in given.items()}
+        self._reward = reward
+        self._rows = (dataset, eval_dataset)
+        self._loop: TrainingLoop | None = None
+        self._resources = ExitStack()
+        self._stop = StopRequest(grace_period=config.launch.grace_period)
+
+    def __enter__(self) -> Self:
+        self._opened()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._loop = None
+        self._resources.__exit__(*error)
+
+    def close(self) -> None:
+        """Free the model, the engine and the folder of an open run. Collective."""
+        self.__exit__(None, None, None)
+
+    def fit(self) -> RunResult:
+        """Train from the start, or from the newest checkpoint, to the end.
+
+        The first Ctrl-C, or SIGTERM, ends training after the current step and saves a checkpoint; the result then has
+        the reason in `stopped`. A second Ctrl-C raises KeyboardInterrupt.
+        """
+        with ExitStack() as stack:
+            if self._loop is None:
+                stack.push(self.__exit__)
+            loop = self._opened()
+            with self._stop:
+                loop.run()
+            if self.config.run.push_to_hub is not None and not loop.stopped and dist.get_rank() == 0:
+                from fsdptrain.trainer.hub import push
+
+                push(self.config, loop.folder)
+            return RunResult.of(loop, stop_signal=self._stop.signal if loop.stopped else None)
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy, sharded over the ranks. Opens the run."""
+        return self._opened().model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the run, with its chat template. Opens the run."""
+        return self._opened().tokenizer
+
+    @property
+    def step(self) -> int:
+        """Rollouts trained on so far. Opens the run."""
+        return self._opened().step
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, --output-dir."""
+        return Path(self.config.run.output_dir)
+
+    def generate(
+        self,
+        prompts: str | Messages | Sequence[str | Messages],
+        *,
+        num_samples: int = 1,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int = 0,
+    ) -> list[list[str]]:
+        """Generate responses with the engine and the current weights. Opens the run. Collective.
+
+        prompts: one prompt or several; text, or messages of a conversation. They get the run's system prompt.
+        max_tokens, temperature: those of the rollouts by default.
+        Returns `num_samples` texts per prompt, without special tokens.
+        Raises ConfigError if the run has no engine.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+        return self._opened().generate(
+            cast("Sequence[str | Messages]", [prompts] if single else prompts),
+            num_samples=num_samples,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+
+    def evaluate(self) -> Metrics:
+        """Evaluate the current weights on the held-out rows, and log it. Opens the run. Collective.
+
+        Raises ConfigError if the run has no held-out rows.
+        """
+        return self._opened().evaluate()
+
+    def stop(self, reason: str = "a callback") -> None:
+        """End training after the current step, with a checkpoint. For callbacks; it suffices that one rank calls it."""
+        self._stop.ask(reason)
+
+    def _opened(self) -> TrainingLoop:
+        if self._loop is None:
+            with ExitStack() as stack:
+                self._loop = stack.enter_context(self._built())
+                self._resources = stack.pop_all()
+        return self._loop
+
+    @contextmanager
+    def _built(self) -> Iterator[TrainingLoop]:
+        """Open the process group, the folder, the data, the model and the engine; close them on exit. Collective."""
+        if not dist.is_initialized():  # else `fsdptrain.launch` has checked
+            check_own_launch(self.config)
+        with platform.process_group(self.config.launch.dist_timeout), registry.given_objects(self._objects):
+            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)
+            for line in across_nodes(self.config, local_world_size) if dist.get_rank() == 0 else ():
+                log.warning("%s", line)
+            platform.seed_everything(self.config.run.seed + dist.get_rank())
+            platform.set_deterministic(self.config.model.deterministic_mode)
+            with lock_folder(self.config):
+                folder = open_folder(self.config)
+                if self.config.run.push_to_hub is not None:
+                    from fsdptrain.trainer.hub import open_repository
+
+                    open_repository(self.config)
+                with build_components(
+                    self.config, folder, reward=self._reward, dataset=self._rows[0], eval_dataset=self._rows[1]
+                ) as components:
+                    yield TrainingLoop(folder, components, trainer=self, stop=self._stop)
+
+
+def _constructor(given: Any, methods: Sequence[str]) -> Any:
+    """Return a function that returns `given`, if it is an instance with these methods and not a class or function."""
+    is_instance = not isinstance(given, type) and all(hasattr(given, name) for name in methods)
+    return _Returning(given) if given is not None and is_instance else given
+
+
+class _Returning:
+    """Function of any arguments that returns one object."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+        self.__module__, self.__qualname__ = type(found).__module__, type(found).__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        return self.found
+
+
+def _naming(config: Config, given: Mapping[str, Any]) -> Config:
+    """Return `config` with the paths of the `given` objects as values, checked again."""
+    for flat in given:
+        if config.is_set(flat):
+            argument = {"advantage_estimator": "advantage", "rollout_engine": "engine"}.get(flat, flat)
+            flag = all_keys()[flat].flag
+            raise ConfigError(f"{flag} {config.value(flat)} and Trainer({argument}=...) are both given: choose one")
+    values: dict[str, Any] = config.changed_values | {flat: registry.path_of(found) for flat, found in given.items()}
+    return Config(**values)
+
+
+def _with_rows(config: Config) -> Config:
+    """Data from Python has no reasoning-gym task behind it, so neither its scorer nor its system prompt apply."""
+    if config.data.prompt_data != DataConfig().prompt_data:
+        raise ConfigError(f"--prompt-data {config.data.data_name} and Trainer(dataset=...) are both given: choose one")
+    if config.data.prompt_data_streaming:
+        raise ConfigError("--prompt-data-streaming has no effect on Trainer(dataset=...): remove it")
+    return config.model_copy(update={"data": config.data.source("dataset")})
+
+
+def _with_evaluation_rows(config: Config) -> Config:
+    if config.data.eval_prompt_data is not None:
+        given = f"--eval-prompt-data {config.data.eval_prompt_data} and Trainer(eval_dataset=...)"
+        raise ConfigError(f"{given} are both given: choose one")
+    if not config.evaluates:
+        raise ConfigError("Trainer(eval_dataset=...) has no effect: --eval-interval or --eval-size is 0")
+    return config.model_copy(update={"data": config.data.model_copy(update={"eval_prompt_data": "eval_dataset"})})

@@ -1,0 +1,204 @@
+"""A run from Python: objects in place of names, callbacks, the result, and an open run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdptrain import Callback, Config, Trainer
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.errors import ConfigError
+from fsdptrain.fsdp.optimizers import adamw
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.rollout.embedded.engine import build_hf_engine
+from fsdptrain.types import Metrics, Sample, Turn
+
+ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
+
+
+def config(checkpoint: Path, folder: Path, **values: Any) -> Config:
+    options: dict[str, Any] = {
+        "hf_checkpoint": str(checkpoint),
+        "output_dir": str(folder),
+        "num_rollout": 3,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": 4,
+        "bf16": False,
+        "log_to": [],
+        "export": False,
+    }
+    if values.get("algorithm") == "sft":
+        del options["n_samples_per_prompt"], options["rollout_max_response_len"]
+    return Config(**{**options, **values})
+
+
+def vowels(prompt: Any, response: str) -> float:
+    return sum(letter in "aeiou" for letter in response) + len(response) / 10
+
+
+@dataclass
+class Recorder(Callback):
+    stop_after: int | None = None
+    calls: list[tuple] = field(default_factory=list)
+
+    def on_rollout(self, trainer: Trainer, samples: Sequence[Sample]) -> None:
+        self.calls.append(("rollout", len(samples), {type(sample.advantage) for sample in samples}))
+
+    def on_step(self, trainer: Trainer, metrics: Metrics) -> None:
+        self.calls.append(("step", trainer.step, metrics["progress/samples"]))
+        if trainer.step == self.stop_after:
+            trainer.stop("enough")
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        self.calls.append(("eval", trainer.step, metrics["eval/heldout/reward_mean"]))
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        self.calls.append(("save", trainer.step, folder.name))
+
+
+def test_callbacks_see_every_rollout_step_evaluation_and_checkpoint_and_may_end_the_run(checkpoint, tmp_path):
+    options = {"save_interval": 2, "eval_interval": 3, "eval_size": 2, "num_rollout": 9}
+    recorder = Recorder(stop_after=4)
+    result = Trainer(config(checkpoint, tmp_path, **options), reward=vowels, dataset=ROWS, callbacks=[recorder]).fit()
+    names = [name for name, *_ in recorder.calls]
+    step = ["rollout", "step"]
+    assert names == ["eval", *step, *step, "save", *step, "eval", *step, "save"]
+    assert [call[1] for call in recorder.calls if call[0] == "save"] == [2, 4]
+    assert (result.step, result.stopped, result.model) == (4, "enough", None)
+    resumed = Trainer(config(checkpoint, tmp_path, **options | {"num_rollout": 5}), reward=vowels, dataset=ROWS).fit()
+    assert (resumed.step, resumed.stopped) == (5, "")
+
+
+def test_the_result_has_the_history_the_last_evaluation_and_the_model(checkpoint, tmp_path):
+    rows = [{"prompt": f"tell {i}", "label": str(i)} for i in range(4)]
+    run = config(checkpoint, tmp_path, export=True, eval_interval=2)
+    result = Trainer(run, reward=vowels, dataset=ROWS, eval_dataset=rows).fit()
+    assert list(result.history.index) == [0, 1, 2, 3]
+    assert result.history["reward/mean"].notna().tolist() == [False, True, True, True]
+    assert result.history["eval/heldout/reward_mean"].notna().tolist() == [True, False, True, True]
+    assert result.evaluation["eval/heldout/reward_mean"] == result.history["eval/heldout/reward_mean"][3]
+    assert result["progress/samples"] == result.metrics["progress/samples"] == 12
+    assert result.model == tmp_path / "hf"
+    AutoModelForCausalLM.from_pretrained(result.model)
+    assert "RunResult(step=3" in repr(result)
+
+
+def test_an_open_run_generates_and_evaluates_with_the_weights_before_and_after_training(checkpoint, tmp_path):
+    run = config(checkpoint, tmp_path, lr=1e-2, eval_size=2, eval_interval=1000)
+    with Trainer(run, reward=vowels, dataset=ROWS) as trainer:
+        greedy = {"max_tokens": 6, "temperature": 0.0}
+        before = trainer.generate("hello", **greedy)
+        assert trainer.generate(["hello", [{"role": "user", "content": "hello"}]], **greedy) == [*before, *before]
+        assert [len(texts) for texts in trainer.generate(["a", "b"], num_samples=3)] == [3, 3]
+        result = trainer.fit()
+        assert trainer.step == 3
+        assert trainer.generate("hello", **greedy) != before
+        assert trainer.evaluate() == result.evaluation
+        assert trainer.tokenizer.chat_template
+        weights = {name: local_shard(weight).detach().clone() for name, weight in trainer.model.named_parameters()}
+    closed = Trainer(run, reward=vowels, dataset=ROWS)  # opens with the checkpoint that the run has left
+    again = {name: local_shard(weight) for name, weight in closed.model.named_parameters()}
+    assert weights.keys() == again.keys()
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    closed.close()
+
+
+def grpo_again(batch, logprobs, config):
+    return LOSSES["grpo"](batch, logprobs, config)
+
+
+def centered(rewards, lengths):
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+
+
+class Echo:
+    def reset(self, prompt: Any, seed: int) -> list[str]:
+        return []
+
+    def step(self, state: list[str], response: str) -> Turn:
+        state.append(response)
+        return Turn(observation="go on", reward=float(len(response)), done=len(state) == 2)
+
+
+def test_objects_stand_in_for_names(checkpoint, tmp_path):
+    """A run with objects is bitwise the run with the names of the same things."""
+    used = set()
+
+    def loss(batch, logprobs, config):
+        used.add("loss")
+        return grpo_again(batch, logprobs, config)
+
+    def advantage(rewards, lengths):
+        used.add("advantage")
+        return centered(rewards, lengths)
+
+    def engine(config, *, checkpoint, device):
+        used.add("engine")
+        return build_hf_engine(config, checkpoint=checkpoint, device=device)
+
+    def optimizer(groups, options):
+        used.add("optimizer")
+        return adamw(groups, options)
+
+    more = {"lr": 1e-3, "eval_interval": 0}
+    given = Trainer(
+        config(checkpoint, tmp_path / "objects", **more),
+        dataset=ROWS,
+        environment=Echo(),
+        loss=loss,
+        advantage=advantage,
+        engine=engine,
+        optimizer=optimizer,
+    )
+    found = given.fit()
+    assert used == {"loss", "advantage", "engine", "optimizer"}
+    named = config(
+        checkpoint,
+        tmp_path / "names",
+        environment="tests.e2e.test_python_api:Echo",
+        loss="tests.e2e.test_python_api:grpo_again",
+        advantage_estimator="tests.e2e.test_python_api:centered",
+        rollout_engine="hf",
+        **more,
+    )
+    expected = Trainer(named, dataset=ROWS).fit()
+    numbers = [name for name in expected if not name.startswith(("perf/", "memory/"))]
+    assert {name: found[name] for name in numbers} == {name: expected[name] for name in numbers}
+    assert (
+        "tests.e2e.test_python_api:test_objects_stand_in_for_names.<locals>.loss"
+        in (tmp_path / "objects" / "config.yaml").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "line"),
+    [
+        ({"loss": "gspo"}, {"loss": LOSSES["grpo"]}, r"--loss gspo and Trainer\(loss=...\) are both given"),
+        ({"rollout_engine": "hf"}, {"engine": build_hf_engine}, r"--rollout-engine hf and Trainer\(engine=...\)"),
+        ({"eval_prompt_data": "x.jsonl"}, {"eval_dataset": ROWS}, r"--eval-prompt-data x.jsonl and Trainer"),
+        ({"eval_interval": 0}, {"eval_dataset": ROWS}, r"Trainer\(eval_dataset=...\) has no effect"),
+    ],
+)
+def test_an_argument_that_contradicts_the_configuration_is_refused(checkpoint, tmp_path, values, arguments, line):
+    with pytest.raises(ConfigError, match=line):
+        Trainer(config(checkpoint, tmp_path, **values), dataset=ROWS, **arguments)
+
+
+def test_what_an_open_run_lacks_is_told(checkpoint, tmp_path):
+    rows = [{"prompt": "a", "completion": "b"}] * 16
+    with Trainer(config(checkpoint, tmp_path, algorithm="sft", eval_interval=0), dataset=rows) as trainer:
+        with pytest.raises(ConfigError, match="needs an engine"):
+            trainer.generate("hello")
+        with pytest.raises(ConfigError, match="needs held-out rows"):
+            trainer.evaluate()
+
+
+def test_the_short_form_of_a_configuration_has_what_differs_from_the_defaults():
+    assert repr(Config(hf_checkpoint="x", algorithm="dapo", lr=1e-5)) == (
+        "Config(algorithm='dapo', hf_checkpoint='x', lr=1e-05, output_dir='runs/x-dapo')"
+    )
