@@ -1,6 +1,7 @@
 """Rollout engines generate completions. `engine_factory` finds one by its name."""
 
 import importlib.util
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fsdptrain.errors import ConfigError
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fsdptrain.protocols import RolloutEngine
+
+log = logging.getLogger(__name__)
 
 # Name -> "module:function", imported when it is used and called as function(config, checkpoint=..., device=...).
 ENGINES = {
@@ -46,5 +49,9 @@ def choose_engine(requested: str, *, device_type: str) -> str:
     """Resolve `auto`: vLLM if it is installed and there is a GPU, else the embedded engine."""
     if requested != "auto":
         return requested
-    ready = device_type == "cuda" and importlib.util.find_spec("vllm") is not None
-    return "vllm" if ready else "hf"
+    if device_type != "cuda":
+        return "hf"
+    if importlib.util.find_spec("vllm") is not None:
+        return "vllm"
+    log.warning("vLLM is not installed: the embedded engine generates, which is slower: pip install 'fsdptrain[vllm]'")
+    return "hf"

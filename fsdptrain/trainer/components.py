@@ -44,7 +44,7 @@ from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
 from fsdptrain.trainer.data import RunData, build_data, require_same_data
-from fsdptrain.trainer.memory import build_planner, choose_sizes, plan_memory, planned_memory
+from fsdptrain.trainer.memory import build_planner, choose_sizes, fit_memory, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
 from fsdptrain.trainer.samples.background import Background, open_background
@@ -108,6 +108,10 @@ def build_components(
     config = usable_here(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     install_platform_overrides()  # features compare kernels with the functions that a run uses
+    plans = platform.has_accelerator() and config.model.backend == "fsdp"
+    # not the name in the hub: ranks would look it up once more, each alone
+    planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
+    config = fit_memory(planner, config)
     features = load_features(config, checkpoint)
     processor = features.prompt_processor
     environment, instructed = load_environment(config)
@@ -116,6 +120,7 @@ def build_components(
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
         if processor is not None and processor.chat_template is not None:
             tokenizer.chat_template = processor.chat_template
+        instructed = without_thinking(instructed, tokenizer)
         loss = registry.resolve(
             config.algorithm.loss, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config")
         )
@@ -131,9 +136,6 @@ def build_components(
     of_losses = supervised_evaluation(instructed, tokenizer, data) if data.supervised else None
     generates = bool(data.prompts) or not is_sft
     device = platform.local_device()
-    plans = platform.has_accelerator() and config.model.backend == "fsdp"
-    # not the name in the hub: ranks would look it up once more, each alone
-    planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
     config = choose_sizes(planner, config)
     with ExitStack() as stack:
         rewards = open_rewards(config, reward_function, data, environment, stack) if generates else None
@@ -198,6 +200,18 @@ def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config
         environment = build_environment(config.environment)
         assert environment is not None
         return environment, with_instructions(config, environment)
+
+
+def without_thinking(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
+    """Turn off the thinking mode of a chat template for the default data, whose answers fit into the default length."""
+    data = config.data
+    is_default = data.prompt_data == DataConfig().prompt_data and not data.chat_template_kwargs
+    if not is_default or not data.apply_chat_template or "enable_thinking" not in str(tokenizer.chat_template):
+        return config
+    log.info("thinking mode is off for the default data; --chat-template-kwargs enable_thinking=true turns it on")
+    return config.model_copy(
+        update={"data": data.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})}
+    )
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:

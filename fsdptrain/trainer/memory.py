@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.keys import all_keys
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.memory.demand import MemorySupply, Shard, check_load_memory
+from fsdptrain.memory.demand import MemorySupply, Shard, check_load_memory, gib
 from fsdptrain.memory.grid import Grid
 from fsdptrain.model.structure import count_parameters
 
@@ -55,6 +56,39 @@ def build_planner(config: Config, model: PreTrainedModel | None = None) -> Any:
         model, _ = importlib.import_module("fsdptrain.tools.inspect.inspection").meta_model(config, with_adapters=True)
     with raise_on_all_ranks(MemoryPlanError, "--hf-checkpoint"):
         return tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
+
+
+def fit_memory(planner: Any, config: Config) -> Config:
+    """Add memory options that the user has not set, if the run does not fit without. Collective.
+
+    planner: None on a CPU, where nothing changes. All ranks use the choice of rank 0 for the least free memory.
+    """
+    if planner is None or config.model.deterministic_mode:
+        return config
+    free = min(gather(platform.device_memory()[0]))
+    with raise_on_all_ranks(MemoryPlanError, "--max-tokens-per-gpu"):
+        own = _fitting(planner, config, free)
+    values, flags = gather(own)[0]
+    if flags:
+        log.info("memory: %s chosen to fit into %s GiB; set other memory options to choose yourself", flags, gib(free))
+    return config.with_values(**values)
+
+
+def _fitting(planner: Any, config: Config, free: int) -> tuple[dict[str, Any], str]:
+    """Return the options by flat key, and their flags; nothing if the run fits, or cannot be planned."""
+    given = [flat for flat, key in all_keys().items() if key.name in config.named(key.section).model_fields_set]
+    fit = importlib.import_module("fsdptrain.tools.plan.fit")
+    try:
+        found = fit.fastest_fit(planner, config, free=free, given=given)
+    except MemoryPlanError as error:
+        log.info("%s", error)
+        return {}, ""
+    finally:
+        planner.forget_compiled()
+    if found is None:
+        return {}, ""
+    changed = {flat: key.value(found.config) for flat, key in all_keys().items()}
+    return {flat: value for flat, value in changed.items() if value != config.value(flat)}, " ".join(found.flags)
 
 
 def choose_sizes(planner: Any, config: Config) -> Config:

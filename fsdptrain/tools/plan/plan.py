@@ -371,7 +371,7 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
     If fewer than three fit, the last one has more GPUs and the given flags.
     """
     found: list[tuple[float, ...]] = []
-    candidates = remedies.remedies(config, packs=_smaller_packs(config), caches=_smaller_caches(config, machine))
+    candidates = remedies.remedies(config, packs=smaller_packs(config), caches=smaller_caches(config, machine))
     for changed in candidates:
         if any(all(a <= b for a, b in zip(enough, changed.cost, strict=True)) for enough in found):
             continue  # a cheaper remedy fits already
@@ -391,7 +391,7 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
             return
 
 
-def _smaller_packs(config: Config) -> list[int]:
+def smaller_packs(config: Config) -> list[int]:
     """Return halvings of the token budget that still hold the longest sequence.
 
     Without --rollout-max-prompt-len, the prompt is assumed to be as long as the response.
@@ -403,7 +403,7 @@ def _smaller_packs(config: Config) -> list[int]:
     return [tokens for tokens in halves if tokens * config.token_ranks >= max(least, 2)]
 
 
-def _smaller_caches(config: Config, machine: Machine) -> list[int]:
+def smaller_caches(config: Config, machine: Machine) -> list[int]:
     """Return smaller caches in tokens: half of the rows in use, a quarter, and so on, down to one row."""
     if not config.generates or config.rollout.engine not in ("auto", "hf"):
         return []

@@ -41,9 +41,11 @@ def test_auto_and_hf_build_the_embedded_engine(tmp_path):
         assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
 
 
-def test_auto_takes_only_what_is_built():
+def test_auto_takes_only_what_is_built(caplog):
     assert choose_engine("auto", device_type="cpu") == "hf"
+    assert not caplog.messages
     assert choose_engine("auto", device_type="cuda") == "hf"
+    assert caplog.messages[0].endswith("pip install 'fsdptrain[vllm]'")
     assert choose_engine("vllm", device_type="cpu") == "vllm"
 
 

@@ -17,6 +17,7 @@ from fsdptrain.tools.inspect import inspection
 from fsdptrain.tools.plan import plan as plan_module
 from fsdptrain.tools.plan import remedies
 from fsdptrain.tools.plan.activations import MemoryPeak
+from fsdptrain.tools.plan.fit import fastest_fit
 from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
 from fsdptrain.trainer import memory as run_memory
 from tests import configs
@@ -72,6 +73,29 @@ def test_each_remedy_needs_less():
     assert max(selective, second) < peak(max_tokens_per_gpu=8192)
     assert peak(max_tokens_per_gpu=2048) > peak()
     assert peak(fsdp_reshard_after_forward=False) > peak()
+
+
+@pytest.mark.parametrize("free", [20, 24, 30, 60])
+def test_a_run_that_does_not_fit_gets_the_fastest_options_that_make_it_fit(free: float):
+    given = config(max_tokens_per_gpu=8192, lr=1e-5)
+    found = fastest_fit(PLANNER, given, free=int(free * GIB), given=["lr"])
+    planner = PLANNER.on(Machine(8, int(free * GIB)))
+    assert (found is None) == (planner.fits(given) is not None)
+    if found is not None:
+        assert planner.fits(found.config) is not None
+        assert found.flags
+        assert run_memory.fit_memory(None, given) == given  # on a CPU
+
+
+def test_an_option_that_is_set_is_never_changed():
+    free, given = 24 * GIB, config(max_tokens_per_gpu=8192)
+    free_choice = fastest_fit(PLANNER, given, free=free, given=[])
+    assert free_choice is not None
+    assert free_choice.config.batch.max_tokens_per_gpu < 8192
+    bound = fastest_fit(PLANNER, given, free=free, given=["max_tokens_per_gpu"])
+    assert bound is not None
+    assert bound.config.batch.max_tokens_per_gpu == 8192
+    assert fastest_fit(PLANNER, given, free=GIB, given=[]) is None  # nothing fits
 
 
 @pytest.mark.parametrize("free", [20, 27.65, 28, 37, 45])

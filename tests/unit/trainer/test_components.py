@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fsdptrain.config import Config
+from fsdptrain.trainer.components import without_thinking
 from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.samples.background import open_background
 from tests.e2e.engines import InFlight
@@ -56,3 +57,16 @@ def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
     end.set()
     assert running.result(60)
     assert waiting[-1].cancelled()
+
+
+def test_thinking_mode_is_off_for_the_default_data_only(caplog):
+    tokenizer = tiny_tokenizer()
+    plain = Config(hf_checkpoint="x")
+    assert without_thinking(plain, tokenizer) == plain  # its template has no such mode
+    tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
+    with caplog.at_level("INFO", logger="fsdptrain"):
+        assert without_thinking(plain, tokenizer).data.chat_template_kwargs == {"enable_thinking": False}
+    assert "--chat-template-kwargs enable_thinking=true turns it on" in caplog.text
+    for values in ({"prompt_data": "x.jsonl"}, {"chat_template_kwargs": {"enable_thinking": True}}):
+        other = Config(hf_checkpoint="x", **values)
+        assert without_thinking(other, tokenizer) == other
