@@ -31,10 +31,10 @@ check: install  ## format, lint, types, layers, the docs site
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(MKDOCS) build --strict --quiet --site-dir build/site
+	$(MKDOCS) build --strict --site-dir build/site
 
 docs: install  ## the docs site, into site/
-	$(MKDOCS) build --strict --quiet
+	$(MKDOCS) build --strict
 
 docs-serve: install  ## the docs site on http://127.0.0.1:8000, rebuilt when a page changes
 	$(MKDOCS) serve
