@@ -12,7 +12,9 @@ class FieldComments(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Describe the fields of the records."""
         for cls in pkg["types"].classes.values():
-            lines = [_line(cls, name, field) for name, field in cls.attributes.items() if "property" not in field.labels]
+            lines = [
+                _line(cls, name, field) for name, field in cls.attributes.items() if "property" not in field.labels
+            ]
             if lines and not cls.is_alias and cls.docstring:
                 cls.docstring.value += "\n\nAttributes:\n" + "\n".join(lines)
 

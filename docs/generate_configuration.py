@@ -44,7 +44,9 @@ def configuration_page() -> str:
     parts = [CONFIGURATION, f"\nSections: {_contents()}.\n"]
     for section, cls in all_sections().items():
         rows = [_option_row(key) for key in all_keys().values() if key.section == section]
-        parts.append(f"\n## `{section}`: {_sentence(cls.__doc__)}\n\n| flag | takes | default | meaning |\n|---|---|---|---|\n")
+        parts.append(
+            f"\n## `{section}`: {_sentence(cls.__doc__)}\n\n| flag | takes | default | meaning |\n|---|---|---|---|\n"
+        )
         parts.append("".join(rows))
     return "".join(parts)
 

@@ -1,7 +1,7 @@
 """Writes docs/recipes.md from the comments at the top of the recipes: `python docs/generate_recipes.py`.
 
-The first comment of a recipe is one sentence: what it trains. A line `# Hardware: ...` names its hardware. A test compares
-the page with the output.
+The first comment of a recipe is one sentence: what it trains. A line `# Hardware: ...` names its hardware. A test
+compares the page with the output.
 """
 
 import re

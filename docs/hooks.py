@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages of the docs may link to files of the repository, as they do on a code host.
 
-Each linked file outside of docs/ becomes a page under repository/ (its source, highlighted) or, for an image, a copy. Links are
-rewritten to match. Links between pages stay as they are.
+Each linked file outside of docs/ becomes a page under repository/ (its source, or the files of a folder) or, for an
+image, a copy. Links are rewritten to match. Links between pages stay as they are.
 """
 
 import os
@@ -16,30 +16,28 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".json": "json", ".toml": "toml"}
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")  # in the navigation
-WIDE = {"configuration.md", "metrics.md", "models.md", "scaling.md", "what_works.md"}  # tables need the space of the contents
+WIDE = {  # tables need the space of the contents
+    "configuration.md",
+    "metrics.md",
+    "models.md",
+    "scaling.md",
+    "what_works.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the linked files of the repository, and those that they link to."""
-    todo = [page.src_uri for page in files.documentation_pages()]
-    sources = {f"docs/{uri}": (ROOT / "docs" / uri).read_text(encoding="utf-8") for uri in todo}
-    found: dict[str, str] = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
-    queue = [*sources.items(), *found.items()]
-    for source, text in queue:
-        for target, _ in LINK.findall(text):
-            path = _in_repository(source, target)
-            if path.startswith("docs/") or path in found or not (ROOT / path).is_file():
-                continue
-            if PurePosixPath(path).suffix == ".png":
-                files.append(File.generated(config, f"repository/{path}", content=(ROOT / path).read_bytes()))
-                found[path] = ""
-                continue
-            found[path] = (ROOT / path).read_text(encoding="utf-8")
-            if path.endswith(".md"):
-                queue.append((path, found[path]))
-    for path, text in found.items():
-        if text:
-            files.append(File.generated(config, _site_path(path), content=_page(path, text)))
+    queue = [f"docs/{page.src_uri}" for page in files.documentation_pages()]
+    queue += PAGES
+    added = set(queue)
+    for source in queue:
+        if not source.startswith("docs/"):
+            content = _image(source) or _page(source)
+            files.append(File.generated(config, _site_path(source), content=content))
+        for path in _links(source):
+            if path not in added and not path.startswith("docs/") and (ROOT / path).exists():
+                added.add(path)
+                queue.append(path)
     return files
 
 
@@ -48,15 +46,28 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     uri = page.file.src_uri
     if uri in WIDE:
         page.meta["hide"] = ["toc"]
-    source = uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}"
+    is_added = uri.startswith("repository/")
+    source = uri.removeprefix("repository/") if is_added else f"docs/{uri}"
+    if is_added and (ROOT / source.removesuffix(".md")).is_file():  # source code
+        return markdown
 
     def rewritten(match: re.Match[str]) -> str:
         path = _in_repository(source, match[1])
-        is_inside = path.startswith("docs/") and source.startswith("docs/")
-        target = match[1] if is_inside else os.path.relpath(_site_path(path), PurePosixPath(uri).parent)
-        return target + (match[2] or "")
+        if path.startswith("docs/") and not is_added:
+            return match[0]
+        return os.path.relpath(_site_path(path), PurePosixPath(uri).parent) + (match[2] or "")
 
     return LINK.sub(rewritten, markdown)
+
+
+def _links(source: str) -> list[str]:
+    """Paths in the repository that a page links to."""
+    if (ROOT / source).is_dir():
+        return [str(path.relative_to(ROOT)) for path in _listed(source)]
+    if not source.endswith(".md"):
+        return []
+    text = (ROOT / source).read_text(encoding="utf-8")
+    return [_in_repository(source, target) for target, _ in LINK.findall(text)]
 
 
 def _in_repository(source: str, target: str) -> str:
@@ -71,8 +82,21 @@ def _site_path(path: str) -> str:
     return f"repository/{path}" if PurePosixPath(path).suffix in {".md", ".png"} else f"repository/{path}.md"
 
 
-def _page(path: str, text: str) -> str:
+def _listed(folder: str) -> list[Path]:
+    return sorted(path for path in (ROOT / folder).iterdir() if path.name[0] not in "._")
+
+
+def _image(path: str) -> bytes | None:
+    return (ROOT / path).read_bytes() if path.endswith(".png") else None
+
+
+def _page(path: str) -> str:
+    name = PurePosixPath(path)
+    if (ROOT / path).is_dir():
+        rows = [f"- [{found.name}]({name.name}/{found.name})\n" for found in _listed(path)]
+        return f"# {path}\n\n{''.join(rows)}"
+    text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".md"):
         return text
-    language = LANGUAGES.get(PurePosixPath(path).suffix, "text")
-    return f"---\nsearch:\n  exclude: true\n---\n# {PurePosixPath(path).name}\n\n`{path}`\n\n````{language}\n{text}\n````\n"
+    head = f"---\nsearch:\n  exclude: true\n---\n# {name.name}\n\n`{path}`\n\n"
+    return f"{head}````{LANGUAGES.get(name.suffix, 'text')}\n{text}\n````\n"

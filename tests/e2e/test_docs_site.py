@@ -67,7 +67,9 @@ def test_the_search_index_is_part_of_the_site(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     places = {entry["location"].partition("#")[0] for entry in index["docs"]}
     assert {"configuration/", "metrics/", "rewards/"} <= places
-    assert not [place for place in places if place.startswith("repository/examples")]  # sources are linked, not searched
+    assert not [
+        place for place in places if place.startswith("repository/examples")
+    ]  # sources are linked, not searched
 
 
 @pytest.fixture(scope="module")

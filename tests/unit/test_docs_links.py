@@ -1,5 +1,6 @@
 """Links and anchors of the pages resolve, and so does every page that code, recipes and examples name."""
 
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_pages_have_the_form_that_both_renderers_read_alike() -> None:
     wrong = []
     for page in sorted((ROOT / "docs").glob("*.md")):
         lines = CODE.sub("``", page.read_text(encoding="utf-8")).splitlines()
-        for before, line in zip(lines, lines[1:], strict=False):
+        for before, line in itertools.pairwise(lines):
             starts = re.match(r"(- |\d+\. )", line)
             if starts and before.strip() and not re.match(r"(- |\d+\. | |<)", before):
                 wrong.append(f"{page.name}: no blank line before: {line[:50]}")

@@ -71,7 +71,7 @@ def sources() -> list[Path]:
 
 
 def metric_names(file: Path) -> Iterator[str]:
-    """Strings in the form of a name: all of known groups, others where they are keys. `<>` stands for what is filled in."""
+    """Strings in the form of a name: all of known groups, others where they are keys. `<>` stands for an expression."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         keys = node.keys if isinstance(node, ast.Dict) else [node.key] if isinstance(node, ast.DictComp) else []
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
