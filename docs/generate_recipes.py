@@ -36,8 +36,7 @@ def recipes_page() -> str:
     """docs/recipes.md."""
     files = recipe_files()
     example = next(file for file in files if "gsm" in file.name and "qwen3_4b" in file.name)
-    is_packaged = example.parent == FOLDERS[0]  # then the name suffices
-    path = example.stem if is_packaged else example.relative_to(ROOT)
+    path = re.findall(r"fsdptrain --recipe (\S+)", example.read_text(encoding="utf-8"))[0]
     return RECIPES.format(path=path) + "".join(f"| {' | '.join(_row(file))} |\n" for file in files)
 
 

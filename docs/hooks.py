@@ -17,9 +17,16 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".json": "json", ".toml": "toml"}
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")  # in the navigation
 WIDE = {  # tables need the space of the contents
+    "coming_from_prime_rl.md",
+    "coming_from_slime.md",
+    "coming_from_trl.md",
+    "coming_from_verl.md",
     "configuration.md",
+    "hardware.md",
     "metrics.md",
+    "memory.md",
     "models.md",
+    "recipes.md",
     "scaling.md",
     "what_works.md",
 }
