@@ -3,11 +3,12 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 VLLM_PYTEST := OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 ENVIRONMENTS_PYTEST := FSDPTRAIN_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
 	FSDPTRAIN_OPENENV_PYTHON=$(CURDIR)/.venv-openenv/bin/python $(PYTEST) tests/environments
 
 .DEFAULT_GOAL := help
-.PHONY: campaigns help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm \
+.PHONY: campaigns help install size check docs docs-serve quick test test-matrix test-matrix-core test-matrix-vllm test-vllm \
 	verifiers openenv test-environments test-oldest test-null-gpu gpu gpu-rehearsal gpu-wheels demo clean
 
 help:  ## what there is to make
@@ -25,11 +26,18 @@ install: .venv/.installed  ## make .venv with the tested set of versions
 	@echo "... installed; '. .venv/bin/activate' makes fsdptrain a command."
 	@touch $@
 
-check: install  ## format, lint, types, layers
+check: install  ## format, lint, types, layers, the docs site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(MKDOCS) build --strict --site-dir build/site
+
+docs: install  ## the docs site, into site/
+	$(MKDOCS) build --strict
+
+docs-serve: install  ## the docs site on http://127.0.0.1:8000, rebuilt when a page changes
+	$(MKDOCS) serve
 
 SMOKE := test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads
 QUICK := tests/unit tests/properties tests/features tests/e2e/test_train.py::$(SMOKE)
@@ -129,4 +137,4 @@ campaigns: install .venv-vllm/.installed  ## kills, bad inputs, fuzzing, faults,
 		OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.$$name || failed=1; done; exit $${failed:-0}
 
 clean:  ## delete .venv and what was built; runs/ stays
-	rm -rf .venv .venv-vllm .venv-gpu .venv-oldest .venv-verifiers .venv-openenv build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-gpu .venv-oldest .venv-verifiers .venv-openenv build dist site *.egg-info

@@ -224,7 +224,7 @@ def algorithms_page() -> str:
     parts.append(_section("Off-policy sequence masking: `--use-opsm`", {"`use_opsm`": off_policy_sequences}))
     parts += [ADVANTAGE_HEAD, *(_estimator_row(name) for name in ADVANTAGES), OWN_ESTIMATOR]
     parts.append(_section("Scale of advantages: `--advantage-scale`", SCALES))
-    parts.append("| `none` | Nothing. |\n")
+    parts.append("| `none` | A: no scale. |\n")
     parts.append(_section("Several rewards: `--multi-reward`", {f"`{k}`": v for k, v in MULTI_REWARD.items()}))
     parts += [MULTI_REWARD_NOTE, SHAPING_HEAD, *(_shaping_row(*row) for row in SHAPING), SHAPING_NOTE]
     parts.append(_section("Aggregation: `--loss-aggregation`", {f"`{k}`": v for k, v in AGGREGATIONS.items()}))
@@ -254,7 +254,7 @@ def algorithms_page() -> str:
     parts.append(
         f"\n## Balancing without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(RouterBiasUpdater)}\n\n"
     )
-    parts.append(f"The direction of the update:\n{inspect.getdoc(balance.bias_change)}\n")
+    parts.append(f"The direction of the update is {_paragraphs(balance.bias_change)[-1]}\n")
     parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
 
@@ -322,7 +322,7 @@ def _loss_part(name: str) -> str:
 
 def _section(title: str, functions: Mapping[str, Callable[..., Any]]) -> str:
     rows = [f"| {name} | {_cell(_flow(inspect.getdoc(function)))} |\n" for name, function in functions.items()]
-    return f"\n## {title}\n\n| name | |\n|---|---|\n{''.join(rows)}"
+    return f"\n## {title}\n\n| name | formula and source |\n|---|---|\n{''.join(rows)}"
 
 
 def _default(field: str) -> Any:

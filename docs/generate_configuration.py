@@ -41,12 +41,26 @@ enable_thinking=false`. `None` unsets an option that has no default value.
 
 def configuration_page() -> str:
     """docs/configuration.md."""
-    parts = [CONFIGURATION]
+    parts = [CONFIGURATION, f"\nSections: {_contents()}.\n"]
     for section, cls in all_sections().items():
         rows = [_option_row(key) for key in all_keys().values() if key.section == section]
-        parts.append(f"\n## `{section}`: {_sentence(cls.__doc__)}\n\n| flag | takes | default | |\n|---|---|---|---|\n")
+        parts.append(
+            f"\n## `{section}`: {_sentence(cls.__doc__)}\n\n| flag | takes | default | meaning |\n|---|---|---|---|\n"
+        )
         parts.append("".join(rows))
     return "".join(parts)
+
+
+def _contents() -> str:
+    """Links to the sections."""
+    titles = {section: f"{section}: {_sentence(cls.__doc__)}" for section, cls in all_sections().items()}
+    return ", ".join(f"[{section}](#{_anchor(title)})" for section, title in titles.items())
+
+
+def _anchor(title: str) -> str:
+    """Anchor of a heading, as code hosts and the docs site make it."""
+    shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+    return re.sub(r"[^\w\- ]", "", shown).strip().lower().replace(" ", "-")
 
 
 def _option_row(key: Key) -> str:

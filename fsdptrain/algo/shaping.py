@@ -45,10 +45,10 @@ def shape(samples: Sequence[Sample], rule: ShapingRule) -> list[Sample]:
 
 
 def without_truncated(samples: Sequence[Sample]) -> list[Sample]:
-    """Remove truncated samples from the loss and its denominators, as if they had not been sampled.
+    """Remove truncated samples from the loss and its denominators, after advantages are computed.
 
-    Call it after advantages are computed: rewards of truncated samples still count in the group baseline and the batch
-    scale (overlong filtering of DAPO, arXiv 2503.14476; TRL's mask_truncated_completions counts the same way).
+    Their rewards still count in the group baseline and the batch scale (overlong filtering of DAPO, arXiv 2503.14476;
+    TRL's mask_truncated_completions counts the same way).
     """
     return [sample for sample in samples if not sample.truncated]
 

@@ -14,6 +14,7 @@ PAGES = {
     "algorithms.md": ("generate_algorithms.py", "algorithms_page"),
     "configuration.md": ("generate_configuration.py", "configuration_page"),
     "memory.md": ("generate_memory.py", "memory_page"),
+    "recipes.md": ("generate_recipes.py", "recipes_page"),
     "scaling.md": ("generate_scaling.py", "scaling_page"),
 }
 
