@@ -14,7 +14,8 @@ from fsdptrain.config.keys import all_keys
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GUIDES = sorted(path for pattern in ("get_started", "tutorial_*", "guide_*") for path in DOCS.glob(f"{pattern}.md"))
+NAMES = ("get_started", "tutorial_*", "guide_*", "agents", "distillation", "evaluation", "sft")
+GUIDES = sorted(path for name in NAMES for path in DOCS.glob(f"{name}.md"))
 OTHERS = ["coming_from_trl.md", "coming_from_verl.md", "coming_from_prime_rl.md"]
 OF_COMMANDS = {"--recipe", "--help", "--help-all", "--json", "--rollouts", "--num-gpus", "--gpu-memory-gib", "--output"}
 OF_COMMANDS |= {"--checkpoint", "--html", "--host-memory-gib"}
@@ -69,7 +70,7 @@ def test_flags_in_prose_exist(page: Path) -> None:
 OF_OTHER_PROGRAMS = {
     *("--constraint", "--dry-run", "--ignore-installed"),  # pip
     *("--nnodes", "--rdzv-endpoint", "--rdzv-id"),  # torchrun
-    *("--generation-config", "--shm-size"),  # vLLM, docker
+    *("--generation-config", "--shm-size", "--tasks", "--include_path"),  # vLLM, docker, lm_eval
 }
 
 
