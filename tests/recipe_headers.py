@@ -52,7 +52,7 @@ def read_header(path: Path) -> Header:
 
 def extras_of(command: str) -> set[str]:
     """Return the extras in a line such as `pip install 'fsdptrain[lora,vllm]' other` or `pip install .[lora]`."""
-    words = shlex.split(command, comments=True)
+    words = shlex.split(command, comments=True) if "pip install" in command else []
     found = [re.fullmatch(r"(?:fsdptrain|\.)\[(.+)\]", word) for word in words]
     return {extra for match in found if match for extra in match[1].split(",")}
 
