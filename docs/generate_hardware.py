@@ -43,8 +43,8 @@ What each recipe needs by the [memory plan](memory.md), in GiB with its margin o
 24 GB counts as 21 GiB and one of 80 GB as 77 GiB: what the smallest cards of this size have, less the CUDA context and the buffers
 of NCCL. Each recipe fits, which a test checks.
 
-| recipe | hardware | training, per GPU | generation, per GPU | host, per node |
-|---|---|---|---|---|
+| recipe | hardware | GPUs of the trainer | training, per GPU | generation, per GPU | host, per node |
+|---|---|---|---|---|---|
 """
 
 TAIL = """
@@ -59,12 +59,12 @@ TAIL = """
   [megatron.md](megatron.md#which-backend). Activations, of 4096 tokens with recomputed layers, are not included.
 - ² The servers have the other GPUs of the machine.
 
-The plan of a recipe on other hardware:
+The plan of one recipe, which needs the config.json of its model only:
 
-    fsdptrain plan --recipe gsm8k_qwen3_4b --num-gpus 2 --gpu-memory-gib 44.7
+    fsdptrain plan --recipe gsm8k_qwen3_4b --num-gpus 1 --gpu-memory-gib 77
 
-`--num-gpus` is the number of the trainer's GPUs. If the recipe does not fit, the command suggests flags. The plan needs the
-config.json of the model only.
+`--num-gpus` is the number of the trainer's GPUs. On other hardware, change the two numbers: if the recipe does not fit, the
+command suggests flags.
 """
 
 
@@ -87,14 +87,20 @@ def local(checkpoint: str) -> str:
     return str(found)
 
 
+def num_ranks(config: Config, header: Header) -> int:
+    """Return the GPUs of the trainer. Servers have the others."""
+    nodes, gpus, _ = header.machine
+    return nodes * (config.launch.nproc_per_node or gpus)
+
+
 def need(path: Path, header: Header) -> Need:
     """Plan the recipe on its hardware."""
     config = load_recipe(path)
     config = load_recipe(path, hf_checkpoint=local(config.model.hf_checkpoint))
     if teacher := config.section(DistillationConfig).teacher:
         config = config.with_values(opd_teacher=local(teacher))
-    nodes, gpus, size = header.machine
-    ranks = nodes * (config.launch.nproc_per_node or gpus)
+    size = header.machine[2]
+    ranks = num_ranks(config, header)
     check_world_size(config, ranks)
     machine = Machine(ranks, int(USABLE[size] * GIB))
     model, _ = meta_model(config, with_adapters=config.section(LoraConfig).enabled)
@@ -141,11 +147,12 @@ def _megatron(config: Config, model: PreTrainedModel, ranks: int) -> Need:
 def row(path: Path) -> str:
     header = read_header(path)
     if header.machine[1] == 0:
-        return f"| `{path.stem}` | {header.hardware} | - | - | - |\n"
+        return f"| `{path.stem}` | {header.hardware} | - | - | - | - |\n"
     found = need(path, header)
     limit = USABLE[header.machine[2]] * GIB
     assert max(found.training, found.generation or 0) <= limit, f"{path.stem} does not fit: {found}"
-    cells = [f"{found.training / GIB:.1f}{found.note}", _gib(found.generation), _gib(found.host)]
+    ranks = num_ranks(load_recipe(path), header)
+    cells = [str(ranks), f"{found.training / GIB:.1f}{found.note}", _gib(found.generation), _gib(found.host)]
     return f"| `{path.stem}` | {header.hardware} | {' | '.join(cells)} |\n"
 
 
