@@ -34,11 +34,11 @@ class DataConfig(Section):
     prompt_split: str = "train"
     """Training split of a `datasets` data set."""
     input_key: Annotated[str, COLUMN] = "prompt"
-    """Column of the prompt: a string or a list of chat messages. For more forms with `--algorithm sft`, see
-    docs/sft.md."""
+    """Column of the prompt: a string or a list of chat messages; `column.key` for a value in a column of mappings. For
+    more forms with `--algorithm sft`, see docs/sft.md."""
     label_key: Annotated[str, COLUMN] = "label"
-    """Column of the reference answer; with `--algorithm sft`, of the response: a string or the messages of a
-    conversation."""
+    """Column of the reference answer, or `column.key` in a column of mappings, e.g. `reward_model.ground_truth`; with
+    `--algorithm sft`, of the response: a string or the messages of a conversation."""
     metadata_key: Annotated[str | None, COLUMN] = None
     """Column of a mapping: `prompt.metadata` of rewards and environments. Default: all columns but images."""
     apply_chat_template: bool = True

@@ -39,6 +39,16 @@ class Table(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
+def value_in(values: Mapping[str, Any], column: str) -> Any:
+    """Return the value of `column`, or of `column.key` in a column of mappings. None if there is no such value."""
+    if column in values:
+        return values[column]
+    found: Any = values
+    for key in column.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
 def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
     """Split into training rows and up to `eval_size` distinct held-out rows, drawn by `seed`.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
-from fsdptrain.data.rows import Row
+from fsdptrain.data.rows import Row, value_in
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message
 
@@ -135,7 +135,7 @@ def _detect(first: Values, data: DataConfig, where: str) -> str:
     default = DataConfig()
     if (data.input_key, data.label_key) != (default.input_key, default.label_key):
         value = first.get(data.input_key)
-        if data.label_key in first or data.input_key not in first:
+        if value_in(first, data.label_key) is not None or data.label_key in first or data.input_key not in first:
             return "label"  # `as_rows` checks the columns
         if isinstance(value, list):
             return "messages"

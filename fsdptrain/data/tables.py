@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.images import as_images
-from fsdptrain.data.rows import Row, Rows, Table
+from fsdptrain.data.rows import Row, Rows, Table, value_in
 from fsdptrain.data.sources import first_line
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
@@ -150,8 +150,8 @@ class _Columns:
             )
         return Row(
             id=row_id,
-            prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),
-            label=values.get(self.label_key) if self.label_key else None,
+            prompt=_checked_prompt(value_in(values, self.input_key), row_id, self.input_key),
+            label=value_in(values, self.label_key) if self.label_key else None,
             metadata=_checked_metadata(values, row_id, self.metadata_key, self.image_key),
             images=as_images(values.get(self.image_key), self.folder) if self.image_key else (),
         )
@@ -187,7 +187,7 @@ def _checked_metadata(
 ) -> Mapping[str, Any]:
     if column is None:
         return {name: value for name, value in values.items() if name != image_key}
-    found = values.get(column) or {}
+    found = value_in(values, column) or {}
     if not isinstance(found, Mapping):
         raise DataError(
             f"--metadata-key {column}: row {row_id}, counted from 0, holds {found!r:.80}, not a "
@@ -197,7 +197,8 @@ def _checked_metadata(
 
 
 def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: str) -> None:
-    if column not in row and not (option == "--label-key" and column == ""):
+    is_known = column in row or value_in(row, column) is not None
+    if not is_known and not (option == "--label-key" and column == ""):
         none = ', or --label-key "" if there are no labels' if option == "--label-key" else ""
         raise DataError(
             f"{option} {column!r} is not a column of {where}{suggest(column, row)}; "

@@ -57,22 +57,31 @@ def start(argv: Sequence[str], folder: Path, variables: Mapping[str, str] | None
 
 
 @contextmanager
-def start_ranks(argv: Sequence[str], folder: Path, num_ranks: int) -> Iterator[list[ForkServerProcess]]:
+def start_ranks(
+    argv: Sequence[str], folder: Path, num_ranks: int, variables: Mapping[str, str] | None = None
+) -> Iterator[list[ForkServerProcess]]:
     """Begin `fsdptrain *argv` on ranks as torchrun does; --nproc-per-node, which starts new ones, takes 10 s more."""
     with reserved_port() as port:
         yield [
             start(
                 argv,
                 folder / f"rank{rank}" if rank else folder,
-                rank_variables(rank, num_ranks, port) if num_ranks > 1 else {},
+                {**(variables or {}), **(rank_variables(rank, num_ranks, port) if num_ranks > 1 else {})},
             )
             for rank in range(num_ranks)
         ]
 
 
-def run(argv: Sequence[str], folder: Path, timeout: float = 300.0, *, num_ranks: int = 1) -> Result:
+def run(
+    argv: Sequence[str],
+    folder: Path,
+    timeout: float = 300.0,
+    *,
+    num_ranks: int = 1,
+    variables: Mapping[str, str] | None = None,
+) -> Result:
     """Run `fsdptrain *argv` to its end and return the output of the first rank."""
-    with start_ranks(argv, folder, num_ranks) as processes:
+    with start_ranks(argv, folder, num_ranks, variables) as processes:
         deadline = time.monotonic() + timeout
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))

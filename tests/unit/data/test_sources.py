@@ -101,6 +101,20 @@ def test_rows_of_python_objects() -> None:
     assert as_rows([{"prompt": "x"}], config("", label_key=""))[0].label is None
 
 
+def test_a_key_after_a_dot_names_a_value_in_a_column_of_mappings() -> None:
+    """As in data sets for verl, e.g. BytedTsinghua-SIA/DAPO-Math-17k. A column with a dot in its name comes first."""
+    row = {"prompt": "a", "reward_model": {"ground_truth": "34", "style": "rule"}, "x.y": "b", "x": {"y": "c"}}
+    assert as_rows([row], config("", label_key="reward_model.ground_truth"))[0].label == "34"
+    assert as_rows([row], config("", label_key="x.y"))[0].label == "b"
+    assert as_rows([row], config("", input_key="reward_model.style", label_key=""))[0].prompt == "rule"
+    assert as_rows([{"prompt": "a", "x": {"y": {"z": 1}}}], config("", label_key="", metadata_key="x.y"))[
+        0
+    ].metadata == {"z": 1}
+    for wrong in ("reward_model.truth", "prompt.a", "reward_model."):
+        with pytest.raises(DataError, match=f"--label-key '{wrong}' is not a column"):
+            as_rows([row], config("", label_key=wrong))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
