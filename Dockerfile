@@ -14,12 +14,12 @@ RUN python3 -m venv $VIRTUAL_ENV
 
 WORKDIR /workspace/fsdptrain
 COPY constraints.txt pyproject.toml README.md ./
+COPY recipes ./recipes
 COPY fsdptrain ./fsdptrain
 # torch first: everything else is resolved against it. vLLM brings its own pins, so it comes last and may be left out.
 ARG EXTRAS=liger,lora,wandb,trackio,plot
 RUN pip install --no-cache-dir --constraint constraints.txt torch==2.13.0 \
     && pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"
-COPY recipes ./recipes
 COPY examples ./examples
 
 ENTRYPOINT ["fsdptrain"]
