@@ -203,7 +203,7 @@ def test_a_table_of_trl_has_names_of_trl():
     assert set(OTHER_NAMES["trl"]) <= fields
 
 
-@pytest.mark.parametrize("flag", ["--banana", "--rollout", "--gpu", "--zzz-size"])
+@pytest.mark.parametrize("flag", ["--banana", "--gpu", "--zzz-size"])
 def test_a_flag_that_is_not_close_to_any_gets_no_suggestion(flag):
     with pytest.raises(ConfigError, match=f"^unknown flag {flag}$"):
         resolve(["--hf-checkpoint", "x", flag, "1"])
