@@ -126,7 +126,7 @@ gpu-wheels: install  ## what that machine lacks beside torch and transformers, i
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
 demo: install  ## warm up a small model, train it with GRPO, plot what happened: about a minute on two cores
-	@$(BIN)/python examples/quickstart/demo.py $(if $(SEED),--seed $(SEED))
+	@$(BIN)/fsdptrain demo $(if $(SEED),--seed $(SEED))
 
 size: install  ## lines of the package, the tests, the spine, and of what a plain run imports
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/size.py

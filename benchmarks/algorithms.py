@@ -103,10 +103,9 @@ def warm_start(seed: int, folder: Path, *, quick: bool) -> Path:
 
 
 def prepare(seed: int, folder: Path, count: int) -> None:
-    """Create the untrained model and the demonstrations as examples/quickstart does."""
-    sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
-    from corpus import write_demonstrations
-    from model import save_start
+    """Create the untrained model and the demonstrations as `fsdptrain demo` does."""
+    from fsdptrain.tools.demo.corpus import write_demonstrations
+    from fsdptrain.tools.demo.model import save_start
 
     save_start(folder / "start", seed=seed)
     size = {} if count > 1000 else {"data_size": 500, "eval_size": 16}

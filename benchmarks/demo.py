@@ -14,13 +14,11 @@ from typing import Any
 
 from record import ROOT, header, table, write
 
-DEMO = ROOT / "examples" / "quickstart" / "demo.py"
-
 
 def play(seed: int) -> dict[str, Any]:
     """Return the held-out accuracies before and after training, and the seconds by stage."""
     with tempfile.TemporaryDirectory() as folder:
-        argv = [sys.executable, str(DEMO), "--seed", str(seed), "--output-dir", f"{folder}/run"]
+        argv = [sys.executable, "-m", "fsdptrain", "demo", "--seed", str(seed), "--output-dir", f"{folder}/run"]
         subprocess.run(argv, check=True, cwd=ROOT, stdout=sys.stderr)
         found = json.loads(Path(folder, "run", "summary.json").read_text())
     return {"seed": seed, **found, "total_s": round(sum(found["seconds"].values()), 1)}

@@ -11,8 +11,8 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
 
-from examples.quickstart.demo import run_command
-from examples.quickstart.model import save_start
+from fsdptrain.tools.demo.demo import run_command
+from fsdptrain.tools.demo.model import save_start
 
 Row = Mapping[str, Any]  # `prompt`, and `response` or `label`
 NUM_DEMONSTRATIONS = 20_000

@@ -1,82 +1,43 @@
-"""Command line interface: train, inspect, plan, export, eval and report.
+"""Command line interface.
 
-`fsdptrain [flags]` trains. `fsdptrain inspect` shows what would run. `fsdptrain plan` checks whether it fits into
-memory. `fsdptrain export` writes a checkpoint as a Hugging Face directory. `fsdptrain eval` scores a model.
-`fsdptrain report` summarizes a run.
-
-Errors that a user can fix print one line to stderr and exit with code 2. Ctrl-C exits silently with code 130.
+`fsdptrain [flags]` trains; the commands are in `COMMANDS`. Errors that a user can fix print one line to stderr and exit
+with code 2. Ctrl-C exits silently with code 130.
 """
 
 import errno
-import json
-import math
 import os
-import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fsdptrain import __version__
-from fsdptrain.config import Config
-from fsdptrain.config.checks import check_world_size
-from fsdptrain.config.flags import Option, Resolved, config_options, parse, resolve, without
-from fsdptrain.config.grid import across_nodes, draw_grid
+from fsdptrain.checkpoints import EXPORT as EXPORT_FOLDER
+from fsdptrain.checkpoints import is_run, newest_checkpoint
+from fsdptrain.config.flags import Option, config_options, parse, resolve
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.recipe import to_yaml
 from fsdptrain.config.rules import ExportChoice
+from fsdptrain.config.shipped import find_recipe, summaries
 from fsdptrain.errors import ConfigError, FsdptrainError
+from fsdptrain.help_text import asks_for_help, print_options, print_run_help
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.quiet import silence_libraries
 from fsdptrain.rank_variables import read_rank_variables
 
-DESCRIPTION = """\
-Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
-
-Train, inspect, plan, report, eval, export:
-  fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload
-  fsdptrain --recipe recipes/sft_qwen2.5_7b.yaml --lr 1e-5 --dry-run
-  fsdptrain inspect --hf-checkpoint Qwen/Qwen3-4B
-  fsdptrain plan --hf-checkpoint Qwen/Qwen3-4B --num-gpus 8 --gpu-memory-gib 80
-  fsdptrain report runs/Qwen3-4B-grpo
-  fsdptrain eval --checkpoint Qwen/Qwen3-4B --prompt-data questions.jsonl
-  fsdptrain export --checkpoint runs/Qwen3-4B-grpo/checkpoints/step_00000050 \\
-                   --output my-model
-
-Precedence: flag > recipe > preset > default. --dry-run shows each source."""
-
 _BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # suppress C++ stack traces; errors are reported in one line
 
-HF_CHECKPOINT = Option("--hf-checkpoint", str | None, "Hub id, or a folder: its config.json is enough.", None)
-EXPORT_EXAMPLE = "--checkpoint runs/Qwen3-4B-grpo/checkpoints/step_00000050 --output my-model"
+EXPORT_EXAMPLE = "fsdptrain export runs/Qwen3-4B-grpo, or one of its checkpoints with --output my-model"
 EXPORT = {
-    "checkpoint": Option(
-        "--checkpoint", str | None, "Training checkpoint, e.g. runs/Qwen3-4B-grpo/checkpoints/step_00000050.", None
-    ),
-    "output": Option("--output", str | None, "Folder to write, which from_pretrained reads.", None),
-}
-NUM_GPUS = Option("--num-gpus", int, "Processes over which the model is sharded. [GPUs]", 1)
-JSON = Option("--json", bool, "Print JSON in place of tables.", False)
-INSPECT = {
-    "num_gpus": NUM_GPUS,
-    "json": JSON,
-    "against_checkpoint": Option(
-        "--against-checkpoint", bool, "Compare names and shapes with the checkpoint's files.", False
+    "checkpoint": Option("--checkpoint", str | None, "Run, or one of its checkpoints: the first argument.", None),
+    "output": Option(
+        "--output", str | None, "Folder to write, which from_pretrained reads. Default: RUN/hf, of a run.", None
     ),
 }
-INSPECT_USAGE = """\
-What will run, by config.json alone: modules, layout, kernels, dtypes.
+EXPORT_USAGE = """\
+Write a training checkpoint as a Hugging Face folder.
 
-Takes any option of a run too; with --strict a fallback ends in exit code 2."""
-PLAN = {
-    "num_gpus": NUM_GPUS,
-    "gpu_memory_gib": Option("--gpu-memory-gib", float, "Memory of one GPU. [GiB]", 80.0),
-    "host_memory_gib": Option("--host-memory-gib", float | None, "Memory of one host of up to 8 GPUs. [GiB]", None),
-    "json": JSON,
-}
-PLAN_USAGE = """\
-The memory of a run, by config.json alone, and which flags make it fit.
-
-Takes any option of a run too, e.g. --max-tokens-per-gpu 4096."""
+  fsdptrain export runs/Qwen3-4B-grpo             its newest checkpoint, to its hf/
+  fsdptrain export runs/x/checkpoints/step_00000050 --output my-model"""
 REPORT = {"rollouts": Option("--rollouts", str | None, "Rollouts to draw in the timeline, e.g. 10:13.", None)}
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR [--rollouts FIRST:LAST]
@@ -88,6 +49,12 @@ run may still go on.
 
   RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
   --rollouts   those of the timeline, e.g. 10:13; default: the last four
+"""
+RECIPES_USAGE = """\
+usage: fsdptrain recipes [show NAME]
+
+List the included recipes with their hardware, or print one. A recipe is a file of
+options: fsdptrain --recipe NAME [more flags, which take precedence]
 """
 
 
@@ -125,7 +92,9 @@ def _command(argv: Sequence[str]) -> int:
     if first in COMMANDS:
         return COMMANDS[first](argv[1:])
     if first == "help":
-        return show_help()
+        return _show_help(argv)
+    if first == "--print-completion":
+        return _print_completion(argv[1:])
     if first.isalpha() and not Path(first).exists():  # paths and hub ids get a more specific error
         raise ConfigError(
             f"{first!r} is not a command: it is fsdptrain {', fsdptrain '.join(COMMANDS)}, or only flags to train, "
@@ -135,148 +104,97 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Run `fsdptrain [flags]`."""
-    if _asks_for_help(argv):
-        return show_help()
+    """Train; `train` may be left out."""
+    if asks_for_help(argv) or "--help-all" in argv:
+        return _show_help(argv)
     if "--version" in argv:
-        sys.stdout.write(f"fsdptrain {__version__}\n")
-        return 0
+        return _print_version()
     resolved = resolve(argv)
     if resolved.config.launch.dry_run:
-        if _is_rank_0():
-            sys.stdout.write(to_yaml(resolved.config, resolved.sources, color=_use_color()))
-            _draw_processes(resolved.config)
-            if resolved.config.speed_line:
-                sys.stdout.write(f"# {resolved.config.speed_line}\n")
-            if resolved.config.launch.probe:
-                from fsdptrain.tools.inspect.inspection import probe_line
+        from fsdptrain.dry_run import dry_run
 
-                _check_sizes(resolved.config)
-                sys.stdout.write(f"# {probe_line(resolved.config)}\n")
+        if _is_rank_0():
+            dry_run(resolved)
         return 0
+    if read_rank_variables() is None:  # what starts ranks has checked before
+        from fsdptrain.launch.inputs import check_inputs
+
+        check_inputs(resolved.config)
     from fsdptrain import launch
 
     return launch.run(resolved.config, argv)
 
 
-def _draw_processes(config: Config) -> None:
-    """Print the rank groups if --nproc-per-node or torchrun gives the number of ranks. Does not count devices."""
-    ranks = read_rank_variables()
-    local = ranks.local_world_size if ranks else config.launch.nproc_per_node
-    world_size = ranks.world_size if ranks else local
-    if local is not None and world_size is not None:
-        check_world_size(config, world_size)
-        lines = [*draw_grid(config, world_size), *across_nodes(config, local)]
-        sys.stdout.writelines(f"# {line}\n" for line in lines)
+def demo(argv: Sequence[str]) -> int:
+    """Train a tiny model on a CPU: warm-up, GRPO and a plot."""
+    from fsdptrain.tools.demo import demo as quickstart
+
+    if asks_for_help(argv):
+        return print_options("fsdptrain demo", quickstart.USAGE, quickstart.OPTIONS)
+    return quickstart.demo(argv)
 
 
-def _check_sizes(config: Config) -> None:
-    """Check the parallel sizes against the model if --nproc-per-node gives the number of processes."""
-    if config.launch.nproc_per_node is not None and config.model.backend == "fsdp":
-        from fsdptrain.tools.inspect.inspection import check_sizes
+def recipes(argv: Sequence[str]) -> int:
+    """List the included recipes; `recipes show NAME` prints one."""
+    if asks_for_help(argv):
+        sys.stdout.write(RECIPES_USAGE)
+    elif not argv:
+        rows = [(found.name, found.hardware, found.about) for found in summaries()]
+        first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+        sys.stdout.writelines(f"{name:<{first}}  {hardware:<{second}}  {about}\n" for name, hardware, about in rows)
+    elif argv[0] == "show" and len(argv) == 2:
+        sys.stdout.write(find_recipe(argv[1], what="recipes show").read_text())
+    else:
+        raise ConfigError(f"recipes {' '.join(argv)}: it is fsdptrain recipes, or fsdptrain recipes show NAME")
+    return 0
 
-        check_sizes(config, config.launch.nproc_per_node)
+
+def inspect(argv: Sequence[str]) -> int:
+    """Show what would run: modules, layout, kernels, dtypes."""
+    from fsdptrain.tools.inspect import command
+
+    return command.inspect(argv)
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Show the memory of a run, and which flags make it fit."""
+    from fsdptrain.tools.plan import command
+
+    return command.plan(argv)
 
 
 def export(argv: Sequence[str]) -> int:
-    """Run `fsdptrain export --checkpoint DIR --output DIR`."""
+    """Write a checkpoint, or the newest of a run, for from_pretrained."""
     options = EXPORT | {
         flat: option for flat, option in config_options().items() if all_keys()[flat].is_marked(ExportChoice)
     }
-    if _asks_for_help(argv):
-        return _print_help("fsdptrain export", "Write a training checkpoint as a Hugging Face folder.", options)
+    if asks_for_help(argv):
+        return print_options("fsdptrain export", EXPORT_USAGE, options)
+    if argv and not argv[0].startswith("-"):  # fsdptrain export runs/x
+        argv = [EXPORT["checkpoint"].flag, *argv]
     values = parse(argv, options)
-    for key, option in EXPORT.items():
-        if not values.get(key):
-            raise ConfigError(f"{option.flag} is missing, e.g. fsdptrain export {EXPORT_EXAMPLE}")
+    if not values.get("checkpoint"):
+        raise ConfigError(f"--checkpoint is missing, e.g. {EXPORT_EXAMPLE}")
+    checkpoint, output = Path(values.pop("checkpoint")), values.pop("output", None)
+    if is_run(checkpoint):
+        output = output or str(checkpoint / EXPORT_FOLDER)
+        checkpoint = newest_checkpoint(checkpoint)
+    if not output:
+        raise ConfigError(f"--output is missing, e.g. {EXPORT_EXAMPLE}")
     from fsdptrain.trainer import export_checkpoint  # lazy: imports torch
 
-    checkpoint, output = Path(values.pop("checkpoint")), Path(values.pop("output"))
-    export_checkpoint(checkpoint, output, **values)
+    export_checkpoint(checkpoint, Path(output), **values)
     if _is_rank_0():
         sys.stdout.write(f"the model of {checkpoint} is written to {output}\n")
     return 0
 
 
-def inspect(argv: Sequence[str]) -> int:
-    """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
-    if _asks_for_help(argv):
-        return _print_help("fsdptrain inspect", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT})
-    resolved = resolve(argv, INSPECT)
-    _check_machine({"num_gpus": resolved.own["num_gpus"]})
-    _silence_libraries()
-    if resolved.config.model.backend == "megatron":
-        return _inspect_megatron(resolved)
-    from fsdptrain.tools.inspect import inspection  # lazy: imports torch
-    from fsdptrain.tools.inspect.text import print_inspection
-
-    own = {key: resolved.own[key] for key in ("num_gpus", "against_checkpoint")}
-    found = inspection.inspect_model(resolved.config, **own)
-    if resolved.own["json"]:
-        _print_json({**found.as_dict(), "speed": resolved.config.speed_line})
-    else:
-        print_inspection(found)
-        sys.stdout.write(resolved.config.speed_line and f"{resolved.config.speed_line}\n")
-    inspection.raise_problems(found, strict=resolved.config.model.strict)
-    return 0
-
-
-def _check_machine(machine: Mapping[str, float | None]) -> None:
-    for key, value in machine.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{PLAN[key].flag} must be above 0 and finite, got {value}")
-
-
-def _inspect_megatron(resolved: Resolved) -> int:
-    if resolved.own["against_checkpoint"]:
-        raise ConfigError(
-            "--against-checkpoint requires --backend fsdp: a run with --backend megatron checks it at start"
-        )
-    from fsdptrain.megatron.inspection import inspect_build  # lazy: imports torch
-    from fsdptrain.model.probes.kernels import require_no_fallback
-
-    found = inspect_build(resolved.config)
-    if resolved.own["json"]:
-        _print_json(found.as_dict())
-    else:
-        sys.stdout.write("".join(f"{line}\n" for line in found.lines))
-    if resolved.config.model.strict:
-        require_no_fallback(found.kernels)
-    return 0
-
-
-def plan(argv: Sequence[str]) -> int:
-    """Run `fsdptrain plan --hf-checkpoint X --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
-    if _asks_for_help(argv):
-        return _print_help("fsdptrain plan", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
-    resolved = resolve(argv, PLAN)
-    machine = {key: resolved.own[key] for key in ("num_gpus", "gpu_memory_gib", "host_memory_gib")}
-    _check_machine(machine)
-    if resolved.config.model.backend == "megatron":
-        raise ConfigError("fsdptrain plan supports --backend fsdp only")
-    check_world_size(resolved.config, machine["num_gpus"])
-    _silence_libraries()
-    from fsdptrain.tools.inspect.inspection import meta_model
-    from fsdptrain.tools.plan import text as plan_text  # lazy: imports torch
-    from fsdptrain.tools.plan.plan import Machine, make_plan
-
-    model, _ = meta_model(resolved.config, with_adapters=True)
-    found = make_plan(model, resolved.config, Machine.of_gib(**machine))
-    command = shlex.join(["fsdptrain", *without(argv, PLAN)])
-    if resolved.own["json"]:
-        _print_json({**plan_text.as_mapping(found, command), "speed": resolved.config.speed_line})
-    else:
-        plan_text.print_plan(found, command)
-        sys.stdout.write(resolved.config.speed_line and f"{resolved.config.speed_line}\n")
-    return 0 if found.fits else 1
-
-
 def evaluate(argv: Sequence[str]) -> int:
-    """Run `fsdptrain eval --checkpoint X [run flags]`."""
+    """Score a model, a checkpoint or a run, without training."""
     from fsdptrain.tools.evaluate import CHECKPOINT, USAGE, run_arguments, table
 
-    if _asks_for_help(argv):
-        return _print_help("fsdptrain eval", USAGE, {"checkpoint": CHECKPOINT})
+    if asks_for_help(argv):
+        return print_options("fsdptrain eval", USAGE, {"checkpoint": CHECKPOINT})
     arguments, output = run_arguments(argv)
     code = train(arguments)
     if code == 0 and _is_rank_0() and "--dry-run" not in arguments:
@@ -285,8 +203,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Run `fsdptrain report RUN_DIR [--rollouts A:B]`: print a table, write curves.png and timeline.png to RUN_DIR."""
-    if _asks_for_help(argv):
+    """Summarize a run: a table, curves and a timeline."""
+    if asks_for_help(argv):
         sys.stdout.write(REPORT_USAGE)
         return 0
     if not argv or argv[0].startswith("-"):
@@ -315,46 +233,43 @@ def _range(text: str | None) -> tuple[int, int] | None:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "demo": demo,
+    "recipes": recipes,
     "inspect": inspect,
     "plan": plan,
     "export": export,
     "report": report,
     "eval": evaluate,
-}
+}  # the first line of the docstring is the line in --help
 
 
-def show_help() -> int:
-    """Print all flags with help text and default, one box per section."""
-    from fsdptrain.help_text import print_run_help
-
-    print_run_help(DESCRIPTION)
+def _show_help(argv: Sequence[str]) -> int:
+    print_run_help(argv, {name: str(command.__doc__).partition("\n")[0] for name, command in COMMANDS.items()})
     return 0
 
 
-def _print_help(prog: str, description: str, options: Mapping[str, Option]) -> int:
-    from fsdptrain.help_text import print_help
+def _print_completion(argv: Sequence[str]) -> int:
+    from fsdptrain.tools.completion import completion
 
-    print_help(prog, description, {"": options})
+    sys.stdout.write(completion(argv[0] if argv else "", list(COMMANDS)))
     return 0
 
 
-def _print_json(values: object) -> None:
-    sys.stdout.write(json.dumps(values, indent=2) + "\n")
-
-
-def _silence_libraries() -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
-
-def _asks_for_help(argv: Sequence[str]) -> bool:
-    return "--help" in argv or "-h" in argv
+def _print_version() -> int:
+    """Print the versions of fsdptrain and of the packages that results depend on, without importing them."""
+    found = {}
+    for name in ("torch", "transformers", "vllm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    others = ", ".join(f"{name} {number}" for name, number in found.items())
+    sys.stdout.write(f"fsdptrain {__version__} ({others}, Python {sys.version.split()[0]})\n")
+    return 0
 
 
 def _is_rank_0() -> bool:
     """Return whether this is rank 0. Under torchrun, all ranks get the same command line."""
     ranks = read_rank_variables()
     return ranks is None or ranks.rank == 0
-
-
-def _use_color() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

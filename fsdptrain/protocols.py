@@ -4,13 +4,13 @@ Protocols are structural: implementations need no base class. All methods of eng
 documented otherwise. All ranks call them in the same order, and the implementation decides which ranks act.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
-
-from torch import Tensor
 
 from fsdptrain.types import (
     ChecksumKind,
@@ -27,6 +27,8 @@ from fsdptrain.types import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fsdptrain.feature import Features
 
 Naming = Literal["hub", "module"]
@@ -139,7 +141,7 @@ class SteppedEngine(InFlightEngine, Protocol):
 class FeatureEngine(RolloutEngine, Protocol):
     """Engine whose model needs hooks of features, such as images in prompts."""
 
-    def use_features(self, features: "Features") -> None: ...
+    def use_features(self, features: Features) -> None: ...
 
 
 @runtime_checkable
@@ -173,7 +175,7 @@ class TrainBackend(Protocol):
         """Compute log-probabilities without gradient. Returns one record per batch, on the CPU."""
         ...
 
-    def train_step(self, batches: Sequence[PackedBatch], loss: "Loss", config: LossConfig) -> Metrics:
+    def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
         """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs."""
         ...
 

@@ -114,9 +114,9 @@ def check_call(found: Any, call: Callable[[Any], Any], *, where: str) -> None:
         raise ConfigError(f"{where} takes {signature}, which does not fit its calls: {error}") from error
 
 
-def suggest(name: str, known: Mapping[str, object] | list[str]) -> str:
-    """Return `; did you mean 'x'?`, or an empty string if no name is close."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.75)
+def suggest(name: str, known: Mapping[str, object] | list[str], *, cutoff: float = 0.75) -> str:
+    """Return `; did you mean 'x'?`, or an empty string if no name is close. cutoff: of difflib, 0 to 1."""
+    close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of a script, only its folder is on the path
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
-
-from examples.quickstart import demo
-from examples.quickstart.demo import ROOT
+from fsdptrain.errors import ConfigError
+from fsdptrain.tools.demo import demo
 
 ROLLOUTS, EVERY = 20, 4
 FEW = ["--rollout-batch-size", "8", "--global-batch-size", "64"]  # 64 samples and one optimizer step a rollout
@@ -36,10 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
     args = parser.parse_args(argv)
     folder: Path = args.output_dir
-    demo.clear(folder)
     try:
+        demo.clear(folder)
         train_teacher(folder, args.seed)
         runs = {name: train_student(folder, args.seed, args.rollouts, name) for name in STUDENTS}
+    except ConfigError as error:
+        sys.exit(str(error))
     except CalledProcessError as error:  # the command has printed the error
         sys.exit(error.returncode)
     draw(runs, folder / "curves.png")
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train_teacher(folder: Path, seed: int) -> None:
     demo.prepare(folder, seed)
     for _, recipe, flags in demo.stages(folder, seed):
-        demo.run_command(["--recipe", demo.short(ROOT / "recipes" / recipe), *flags])
+        demo.run_command(["--recipe", recipe, *flags])
 
 
 def train_student(folder: Path, seed: int, rollouts: int, name: str) -> Path:
@@ -57,8 +56,7 @@ def train_student(folder: Path, seed: int, rollouts: int, name: str) -> Path:
     flags = ["--hf-checkpoint", str(folder / "sft" / "hf"), "--seed", str(seed), "--rollout-seed", str(seed)]
     flags += ["--num-rollout", str(rollouts), "--eval-interval", str(EVERY), "--save-interval", "0", "--no-export"]
     teacher = ["--opd-teacher", str(folder / "grpo" / "hf")] if STUDENTS[name] else []
-    recipe = demo.short(ROOT / "recipes" / "quickstart.yaml")
-    demo.run_command(["--recipe", recipe, *flags, *teacher, *FEW, *STUDENTS[name], "--output-dir", str(run)])
+    demo.run_command(["--recipe", "quickstart", *flags, *teacher, *FEW, *STUDENTS[name], "--output-dir", str(run)])
     return run
 
 

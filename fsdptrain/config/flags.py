@@ -10,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from fsdptrain.config.checks import check_data_options
-from fsdptrain.config.keys import advice, all_keys, flatten
+from fsdptrain.config.keys import advice, all_keys, equivalent, flatten
 from fsdptrain.config.presets import preset_values
 from fsdptrain.config.problems import describe, near
 from fsdptrain.config.recipe import Source, combine, read_recipe
@@ -49,7 +49,12 @@ class Resolved:
     own: Mapping[str, Any]  # options of the command rather than of the run
 
 
-RECIPE = Option("--recipe", str | None, "YAML file with any of the options below. Flags take precedence.", None)
+RECIPE = Option(
+    "--recipe",
+    str | None,
+    "YAML file with options, or the name of an included recipe (`fsdptrain recipes`). Flags take precedence.",
+    None,
+)
 
 
 def config_options() -> dict[str, Option]:
@@ -136,6 +141,8 @@ def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], 
     if flag.startswith("--no-") and positive in by_flag and options[by_flag[positive]].is_switch:
         return by_flag[positive], True
     if not _FLAG.match(word):
+        if advised := equivalent(word.partition("=")[0]):  # Hydra writes key=value
+            raise ConfigError(f"unexpected argument {word!r}: it is {advised} here")
         raise ConfigError(f"unexpected argument {word!r}: options begin with --, e.g. --hf-checkpoint {word}")
     raise ConfigError(f"unknown flag {flag}{advice(flag, list(by_flag))}")
 

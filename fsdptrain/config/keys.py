@@ -147,14 +147,22 @@ def _fields_of(section: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def equivalent(name: str) -> str:
+    """Return the flag here for the `name` that another trainer gives an option, or ""."""
+    from fsdptrain.config.other_names import as_flag, names_here  # only for errors
+
+    return names_here().get(as_flag(name), "")
+
+
 def advice(name: str, known: list[str]) -> str:
     """Return advice for an unknown `name`: the name here of another trainer's option, or the nearest name."""
-    from fsdptrain.config.other_names import ADVICE, OTHER_NAMES  # only for errors
+    from fsdptrain.config.other_names import ADVICE, as_flag, names_here  # only for errors
 
-    flag = "--" + name.lstrip("-").replace("_", "-")
+    flag, others = as_flag(name), names_here()
     if flag in ADVICE:
         return f": {ADVICE[flag]}"
-    if flag in OTHER_NAMES:
-        return f": it is {OTHER_NAMES[flag]} here"
-    elsewhere = get_close_matches(flag, OTHER_NAMES, n=1, cutoff=0.9)
-    return f": {elsewhere[0]} is {OTHER_NAMES[elsewhere[0]]} here" if elsewhere else suggest(name, known)
+    if flag in others:
+        return f": it is {others[flag]} here"
+    near = suggest(name, known, cutoff=0.8)
+    elsewhere = [] if near else get_close_matches(flag, others, n=1, cutoff=0.9)
+    return f": {elsewhere[0]} is {others[elsewhere[0]]} here" if elsewhere else near

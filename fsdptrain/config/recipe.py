@@ -12,6 +12,7 @@ from fsdptrain.config.keys import all_keys, flatten
 from fsdptrain.config.precedence import outspoken, superseded
 from fsdptrain.config.root import Config, build_sections
 from fsdptrain.config.rules import NoEffectError
+from fsdptrain.config.shipped import find_recipe
 from fsdptrain.errors import ConfigError
 
 Source = Literal[
@@ -38,7 +39,10 @@ _NOT_WRITTEN = ("dry_run", "probe")  # these would make the recipe only print it
 
 
 def load_recipe(path: str | Path, **flags: Any) -> Config:
-    """Load a configuration from a recipe. `flags` (flat keys or sections) override it."""
+    """Load a configuration from a recipe: a file, or the name of an included one.
+
+    `flags` (flat keys or sections) override it.
+    """
     return combine(read_recipe(path), flags)[0]
 
 
@@ -64,8 +68,11 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """Read and validate the values of a recipe, unchanged. Raises ConfigError with the file name."""
-    values = read_mapping(path, what=f"--recipe {path}")
+    """Read and validate the values of a recipe, a file or the name of an included one, unchanged.
+
+    Raises ConfigError with the file name.
+    """
+    values = read_mapping(find_recipe(path), what=f"--recipe {path}")
     try:
         build_sections(flatten(values))
     except ConfigError as error:

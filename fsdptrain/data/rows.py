@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
@@ -55,6 +53,8 @@ def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
     Generators may repeat a question at other indices. Pass `content_hash` of the held-out rows to PromptStream, which
     skips duplicates of them. Raises DataError if no training rows are left.
     """
+    import torch  # lazy: columns are checked before torch is imported
+
     held_out: dict[str, Row] = {}
     taken: set[int] = set()
     for index in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()[: 4 * eval_size]:

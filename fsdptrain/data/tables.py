@@ -206,16 +206,27 @@ def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: st
         )
 
 
-def load_table(name: str, options: dict[str, Any], data: DataConfig, *, flag: str, streaming: bool = False) -> Any:
-    """Load a `datasets.Dataset`. streaming: an IterableDataset, which is read while it is iterated."""
-    import datasets  # lazy: takes 1 s
+def is_data_file(name: str, flag: str) -> bool:
+    """Return whether `name` is a file of rows, not a folder or a data set of the hub.
 
+    Raises DataError for a file that does not exist, is empty, or has an unknown format.
+    """
     path = Path(name)
     is_file = path.suffix in FILE_FORMATS
     if is_file and not path.is_file():
         raise DataError(f"{flag} {name}: file not found")
     if path.is_file() and not is_file:
         raise DataError(f"{flag} {name}: its name must end in {', '.join(FILE_FORMATS)}; convert it with `datasets`")
+    if is_file and path.stat().st_size == 0:
+        raise DataError(f"{flag} {name} has no rows: the file is empty")
+    return is_file
+
+
+def load_table(name: str, options: dict[str, Any], data: DataConfig, *, flag: str, streaming: bool = False) -> Any:
+    """Load a `datasets.Dataset`. streaming: an IterableDataset, which is read while it is iterated."""
+    import datasets  # lazy: takes 1 s
+
+    path, is_file = Path(name), is_data_file(name, flag)
     known = () if is_file else ("name", "split", "revision", "data_dir")
     for option in options:
         if option not in known:
@@ -223,8 +234,6 @@ def load_table(name: str, options: dict[str, Any], data: DataConfig, *, flag: st
             raise ConfigError(f"{flag} {name}: no option {option!r}; it takes {takes}")
     with readable(name, flag):
         if is_file:
-            if path.stat().st_size == 0:
-                raise DataError(f"{flag} {name} has no rows: the file is empty")
             form = FILE_FORMATS[path.suffix]
             if form == "json":
                 _check_begin(path, where=f"{flag} {name}")

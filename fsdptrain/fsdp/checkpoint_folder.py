@@ -12,7 +12,6 @@
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from fsdptrain.checkpoints import list_checkpoints
 from fsdptrain.distributed import gather, one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FileDigest = tuple[int, str]  # bytes, xxh3_128
 _READERS, _BLOCK = 8, 1 << 24  # threads that read files, bytes per read
-_FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 logger = logging.getLogger(__name__)
 
 # The rest of a checkpoint write, which a thread may run while training continues. All ranks run it together.
@@ -136,10 +135,7 @@ class CheckpointFolder:
 
     def _existing(self) -> list[tuple[tuple[int, int], Path]]:
         """Return ((step, attempt), folder) of all checkpoints, oldest first."""
-        if not self.directory.is_dir():
-            return []
-        matches = [(match, path) for path in self.directory.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-        return sorted(((int(match[1]), int(match[2] or 0)), path) for match, path in matches)
+        return list_checkpoints(self.directory.parent)
 
     def _folder(self, step: int, attempt: int) -> Path:
         return self.directory / (f"step_{step:08d}" + (f".{attempt}" if attempt else ""))

@@ -6,7 +6,8 @@ the other forms. To add one, register it in `REWARDS`, or pass `--reward package
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
@@ -28,6 +29,7 @@ REWARDS = registry.Table[RewardFunction](
     }
 )
 GENERATOR = "reasoning_gym:"
+JUDGE = "judge"
 RESERVED = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 
 
@@ -37,14 +39,18 @@ def build_reward(reward: RewardConfig, *, prompt_data: Sequence[str], has_enviro
     `auto` selects the reasoning-gym scorer for its data, else the environment's reward, else `math`. Raises ConfigError
     for an unknown name, an invalid weight, or a scorer that does not support the data.
     """
-    parts = [_parse(spec, prompt_data, has_environment) for spec in reward.reward]
-    parts = [_configured(part, reward) for part in parts]
-    names = [part.name for part in parts]
-    if not parts or len(set(names)) < len(names):
-        raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
-    short = [_short(name) for name in names]
-    metric_names = [s if short.count(s) == 1 else name.replace(":", ".") for s, name in zip(short, names, strict=True)]
-    return WeightedSum(tuple(replace(part, name=name) for part, name in zip(parts, metric_names, strict=True)))
+    weights = _parse_all(reward, prompt_data, has_environment)
+    short = [_short(name) for name in weights]
+    metrics = [s if short.count(s) == 1 else name.replace(":", ".") for s, name in zip(short, weights, strict=True)]
+    parts = zip(metrics, weights.items(), strict=True)
+    return WeightedSum(tuple(Component(metric, weight, _function(name, reward)) for metric, (name, weight) in parts))
+
+
+def check_reward(reward: RewardConfig, *, prompt_data: Sequence[str], has_environment: bool = False) -> None:
+    """Raise the ConfigError that `build_reward` would raise. Imports functions of the user, but no others."""
+    for name in _parse_all(reward, prompt_data, has_environment):
+        if name not in REWARDS or name == JUDGE:
+            _function(name, reward)
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,15 @@ def reads_environment(reward: RewardFunction | WeightedSum) -> bool:
     return not (isinstance(reward, WeightedSum) and all(f in known or type(f) in known for f in functions))
 
 
-def _parse(spec: str, prompt_data: Sequence[str], has_environment: bool) -> Component:
+def _parse_all(reward: RewardConfig, prompt_data: Sequence[str], has_environment: bool) -> dict[str, float]:
+    """Return the weights of --reward by name. Raises ConfigError for names that are given twice."""
+    parts = [_parse(spec, prompt_data, has_environment) for spec in reward.reward]
+    if not parts or len(dict(parts)) < len(parts):
+        raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
+    return dict(parts)
+
+
+def _parse(spec: str, prompt_data: Sequence[str], has_environment: bool) -> tuple[str, float]:
     name, equals, text = spec.rpartition("=")
     if not equals:
         name, text = spec, "1"
@@ -101,15 +115,15 @@ def _parse(spec: str, prompt_data: Sequence[str], has_environment: bool) -> Comp
             f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {' '.join(prompt_data)}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
-    return Component(name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+    return name, _weight(text, spec)
 
 
-def _configured(part: Component, reward: RewardConfig) -> Component:
-    if part.name != "judge":
-        return part
+def _function(name: str, reward: RewardConfig) -> Any:
+    if name != JUDGE:
+        return registry.resolve(name, REWARDS, flag="--reward")
     from fsdptrain.rewards.judge import build_judge  # lazy: it imports httpx
 
-    return replace(part, function=build_judge(reward))
+    return build_judge(reward)
 
 
 def _short(name: str) -> str:

@@ -5,21 +5,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE, is_run, list_checkpoints, newest_checkpoint
 from fsdptrain.config.flags import RECIPE, Option, config_options, parse, without
 from fsdptrain.config.keys import flatten
 from fsdptrain.config.recipe import read_recipe
 from fsdptrain.errors import ConfigError
 
 ALL = 10**9  # rows
-CONFIG_FILE, PROGRESS_FILE = "config.yaml", "progress.json"  # of a run, and of its checkpoints
 CHECKPOINT = Option(
     "--checkpoint",
     str | None,
-    "Model: a hub id, a folder for from_pretrained, or a training checkpoint (runs/x/checkpoints/step_00000050).",
+    "Model: a hub id, a folder for from_pretrained, a run (runs/x: its newest checkpoint), or one of its checkpoints.",
     None,
 )
 USAGE = """\
 Score a model without training it: accuracy, pass@k, mean reward.
+
+  fsdptrain eval runs/Qwen3-4B-grpo --prompt-data questions.jsonl
 
 Takes the options of a run too: --prompt-data, --reward, --rollout-engine, --environment,
 --n-samples-per-eval-prompt, --eval-temperature, ... All rows of --prompt-data are scored,
@@ -32,24 +34,18 @@ per sample, to --output-dir."""
 def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     """Translate the arguments of `fsdptrain eval`. Returns those of a run, and its --output-dir."""
     own = {"checkpoint": CHECKPOINT}
+    if argv and not argv[0].startswith("-"):  # fsdptrain eval runs/x
+        argv = [CHECKPOINT.flag, *argv]
     given = parse(argv, {"recipe": RECIPE, **config_options(), **own})
     if not given.get("checkpoint"):
-        raise ConfigError(
-            "--checkpoint is missing, e.g. fsdptrain eval --checkpoint Qwen/Qwen3-4B --prompt-data x.jsonl"
-        )
-    checkpoint = Path(given["checkpoint"])
+        raise ConfigError("--checkpoint is missing, e.g. fsdptrain eval Qwen/Qwen3-4B --prompt-data x.jsonl")
     if "hf_checkpoint" in given:
         raise ConfigError("--hf-checkpoint: fsdptrain eval takes the model by --checkpoint; remove it")
     for key in given.keys() & {"num_rollout", "export", "eval_interval", "log_num_samples"}:
         raise ConfigError(f"{config_options()[key].flag} has no effect on fsdptrain eval: remove it")
-    if (checkpoint / PROGRESS_FILE).is_file():
-        recipe = checkpoint.resolve().parent.parent / CONFIG_FILE
-        if "recipe" in given:
-            raise ConfigError(f"--recipe: the options of {checkpoint} are in {recipe}; remove it")
-        model = ["--recipe", str(recipe), "--resume", str(checkpoint)]
-        name = f"{recipe.parent.name}-{checkpoint.name}"
-    else:
-        model, name = ["--hf-checkpoint", str(given["checkpoint"]), "--resume", "never"], checkpoint.resolve().name
+    model, name = _model(given["checkpoint"])
+    if "recipe" in given and model[0] == RECIPE.flag:
+        raise ConfigError(f"--recipe: the options of {given['checkpoint']} are in {model[1]}; remove it")
     sources = given.get("prompt_data", [])
     if len(sources) > 1:
         raise ConfigError(f"--prompt-data {' '.join(sources)}: fsdptrain eval takes one source")
@@ -64,6 +60,25 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     if _generates(given, model):
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
+
+
+def _model(given: str) -> tuple[list[str], str]:
+    """Return the flags for the model of --checkpoint, and its name.
+
+    A checkpoint has the options of its run. For the folder of a run, it is the newest checkpoint, or the exported model
+    if the run keeps no checkpoints.
+    """
+    path = Path(given)
+    if is_run(path):
+        exported = path / EXPORT
+        if exported.is_dir() and not list_checkpoints(path):
+            recipe = ["--recipe", str(path / CONFIG_FILE)]
+            return [*recipe, "--hf-checkpoint", str(exported), "--resume", "never"], path.resolve().name
+        path = newest_checkpoint(path)
+    if not (path / PROGRESS_FILE).is_file():
+        return ["--hf-checkpoint", given, "--resume", "never"], path.resolve().name
+    run = path.resolve().parent.parent
+    return ["--recipe", str(run / CONFIG_FILE), "--resume", str(path)], f"{run.name}-{path.name}"
 
 
 def _generates(given: Mapping[str, Any], model: Sequence[str]) -> bool:

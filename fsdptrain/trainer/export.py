@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain import platform
+from fsdptrain.checkpoints import CONFIG_FILE
 from fsdptrain.config import Config, check_world_size, load_recipe
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import RunsCode
@@ -14,7 +15,6 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export_folder import check_target
 from fsdptrain.trainer.backend import build_backend, install_platform_overrides
-from fsdptrain.trainer.run_dir import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 

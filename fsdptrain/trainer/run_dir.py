@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE
 from fsdptrain.config import Config, load_recipe, to_yaml
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import OnResume
@@ -21,10 +22,7 @@ from fsdptrain.rank_variables import RUN_ID, restart_count
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
 _MAX_SHOWN = 3  # changed options in an error
-EXPORT = "hf"  # folder of the exported model
-PROGRESS_FILE = "progress.json"  # in a checkpoint: the counters of the training loop
 
 
 @dataclass(frozen=True)

@@ -1,45 +1,90 @@
 """The real command in a process of its own: quick, quiet, and honest about every mistake."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
-from fsdptrain.cli import DESCRIPTION
+from fsdptrain.cli import COMMANDS
 from fsdptrain.config import Config, load_recipe
+from fsdptrain.config.flags import config_options
+from fsdptrain.config.keys import all_keys
+from tests import configs
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--hf-checkpoint", "Qwen/Qwen3-4B"]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 
-def fsdptrain(*argv, **environment):
-    """Run `python -m fsdptrain` from the root of the repository."""
+def fsdptrain(*argv, cwd=ROOT, **environment):
+    """Run `python -m fsdptrain`, from the root of the repository by default."""
     command = [sys.executable, "-m", "fsdptrain", *argv]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_help_shows_every_flag():
+def test_help_all_shows_every_flag():
+    done = fsdptrain("--help-all")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout)).issuperset(o.flag for o in config_options().values())
+    assert all(len(line) <= 80 for line in fsdptrain("--help-all", COLUMNS="80").stdout.splitlines())
+    assert "\x1b" not in done.stdout
+
+
+def test_help_fits_one_screen_and_names_what_exists():
     done = fsdptrain("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for flag in (
-        "--recipe",
-        "--hf-checkpoint",
-        "--fsdp-cpu-offload",
-        "--no-bf16",
-        "--rollout-max-response-len",
-        "--dry-run",
-    ):
-        assert flag in done.stdout
+    lines = done.stdout.splitlines()
+    assert 24 <= len(lines) <= 40
+    assert all(len(line) <= 80 for line in lines)
+    flags = {option.flag for option in config_options().values()} | {"--recipe", "--help", "--help-all", "--version"}
+    assert set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout)) <= flags | {"--print-completion"}
+    assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
     assert "\x1b" not in done.stdout
+
+
+def test_help_of_a_section_shows_its_options_and_a_word_searches():
+    lora = fsdptrain("--help", "lora").stdout
+    assert re.findall(r"^(--\S+)", lora, re.MULTILINE) == [
+        key.flag for key in all_keys().values() if key.section == "lora"
+    ]
+    kl = re.findall(r"^(--\S+)", fsdptrain("--help", "kl").stdout, re.MULTILINE)
+    assert kl[0].count("kl")
+    assert {"--kl-loss-coef", "--kl-target"} <= {*kl}
+    assert "--lora-rank" not in kl
+    unknown = fsdptrain("--help", "rolout")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert unknown.stderr.endswith("did you mean 'rollout'?; --help-all prints all\n")
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["--help"], [*MODEL, "--dry-run"], ["export", "--help"], ["report", "--help"], ["--no-such-flag"], ["--version"]],
+    [
+        ["--help"],
+        ["--help-all"],
+        ["--help", "kl"],
+        [*MODEL, "--dry-run"],
+        ["export", "--help"],
+        ["report", "--help"],
+        ["--no-such-flag"],
+        ["--version"],
+        ["recipes"],
+        ["--print-completion", "bash"],
+        [*MODEL, "--prompt-data", "none.jsonl"],
+        [*MODEL, "--prompt-data", "tests/data/rows.csv", "--label-key", "lable"],
+        [*MODEL, "--reward", "maths"],
+        [*MODEL, "--reward", "tests.e2e.scripts:none"],
+        [*MODEL, "--output-dir", "README.md/x"],
+        ["eval", "tests", "--prompt-data", "none.jsonl"],
+        ["export", "tests"],
+    ],
 )
 def test_torch_is_not_imported_to_answer(argv):
     program = (
@@ -50,15 +95,7 @@ def test_torch_is_not_imported_to_answer(argv):
     assert done.returncode == 0, done.stderr
 
 
-def test_help_fits_into_80_columns():
-    """The description is printed as it is: a line that is too long would be broken in the middle of a word."""
-    shown = fsdptrain("--help", COLUMNS="80").stdout
-    assert all(len(line) <= 80 for line in shown.splitlines())
-    for line in DESCRIPTION.splitlines():
-        assert line in shown.splitlines()
-
-
-@pytest.mark.parametrize("argv", [["help"], ["-h"], ["--lr", "1", "--help"]])
+@pytest.mark.parametrize("argv", [["help"], ["-h"], ["--lr", "1", "--help"], ["train", "--help"]])
 def test_help_has_many_names(argv):
     assert fsdptrain(*argv).stdout == fsdptrain("--help").stdout
 
@@ -81,13 +118,86 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt-data", "none.jsonl"], "--prompt-data none.jsonl: file not found"),
+        (["--eval-prompt-data", "none.jsonl"], "--eval-prompt-data none.jsonl: file not found"),
+        (["--prompt-data", "rows.txt"], "--prompt-data rows.txt: its name must end in .jsonl"),
+        (["--prompt-data", "empty.jsonl"], "--prompt-data empty.jsonl has no rows"),
+        (["--prompt-data", "rows.jsonl", "--label-key", "answer"], "--label-key 'answer' is not a column of "),
+        (["--prompt-data", "rows.csv", "--input-key", "promt"], "did you mean 'prompt'?"),
+        (["--prompt-data", "rows.parquet", "--label-key", "answer"], "--label-key 'answer' is not a column of "),
+        (["--prompt-data", "rows.jsonl", "--algorithm", "sft", "--sft-format", "alpaca"], "needs the column instruct"),
+        (["--prompt-data", "reasoning_gym:spell_backwards"], "reasoning_gym has no task 'spell_backwards'"),
+        (["--reward", "maths"], "--reward does not know 'maths'; did you mean 'math'?"),
+        (["--reward", "own:none"], "--reward own:none: module 'own' has no attribute 'none'"),
+        (["--reward", "broken:f"], "--reward broken:f cannot be imported: ZeroDivisionError"),
+        (["--output-dir", "rows.txt/run"], "--output-dir rows.txt/run cannot be written: "),
+        (["--hf-checkpoint", "./none"], "--hf-checkpoint ./none is not a local folder"),
+        (["--hf-checkpoint", "empty"], "--hf-checkpoint empty has no config.json"),
+        (["--hf-checkpoint", "m", "--tensor-parallel-size", "16"], "--tensor-parallel-size 16"),
+        (["--hf-checkpoint", "m", "--nproc-per-node", "2", "--tensor-parallel-size", "4"], "must divide"),
+    ],
+)
+def test_a_dry_run_finds_what_would_end_the_run(flags, message, tmp_path):
+    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
+    (tmp_path / "rows.csv").write_text("prompt,label\n1+1,2\n")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1"], "label": ["2"]}), tmp_path / "rows.parquet")
+    (tmp_path / "own.py").write_text("def f(prompt, text): return 1.0\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(configs.CONFIGS / "qwen3-4b", tmp_path / "m")
+    for more in [["--dry-run"]] if "--hf-checkpoint" in flags or "reasoning" in str(flags) else [["--dry-run"], []]:
+        done = fsdptrain(*MODEL, *flags, *more, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_column_that_only_later_rows_have_is_a_column(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "label": "2"}\n')
+    assert fsdptrain(*MODEL, "--prompt-data", "rows.jsonl", "--dry-run", cwd=tmp_path).returncode == 0
+
+
+def test_a_dry_run_says_what_it_did_not_check(tmp_path):
+    (tmp_path / "folder").mkdir()
+    done = fsdptrain(*MODEL, "--prompt-data", "openai/gsm8k?name=main=0.5", "folder=0.5", "--dry-run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line for line in done.stdout.splitlines() if line.startswith("# not checked: ")] == [
+        "# not checked: --hf-checkpoint Qwen/Qwen3-4B, which is on the Hub",
+        "# not checked: --prompt-data openai/gsm8k, which is on the Hub",
+        "# not checked: the columns of --prompt-data folder, a folder",
+    ]
+
+
+def test_the_version_names_what_results_depend_on():
+    done = fsdptrain("--version")
+    assert re.match(r"fsdptrain \S+ \(torch \S+, transformers \S+, vllm .+, Python \S+\)\n$", done.stdout)
+
+
+def test_recipes_are_listed_and_shown(tmp_path):
+    listed = fsdptrain("recipes", cwd=tmp_path)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == [path.stem for path in RECIPES]
+    assert re.search(r"^quickstart +CPU +GRPO of a model of 0.1 M parameters .*\.$", listed.stdout, re.MULTILINE)
+    shown = fsdptrain("recipes", "show", "quickstart", cwd=tmp_path)
+    assert shown.stdout == (ROOT / "recipes" / "quickstart.yaml").read_text()
+    unknown = fsdptrain("recipes", "show", "quickstrat", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert "did you mean 'quickstart'?" in unknown.stderr
+
+
+@pytest.mark.parametrize(
     ("argv", "line"),
     [
         ([], "--hf-checkpoint is missing: the model to train, e.g. --hf-checkpoint Qwen/Qwen3-4B or a local folder"),
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         ([*MODEL, "--global-batch-size", "100"], "--global-batch-size 100 must divide --rollout-batch-size 32 x "),
         (["--recipe", "none.yaml"], "--recipe none.yaml cannot be read: No such file or directory"),
-        (["export"], "--checkpoint is missing, e.g. fsdptrain export --checkpoint runs/Qwen3-4B-grpo/checkpoints/"),
+        (["export"], "--checkpoint is missing, e.g. fsdptrain export runs/Qwen3-4B-grpo, or one of its checkpoints"),
+        (["--print-completion", "bsh"], "--print-completion takes one of bash, zsh, fish, got 'bsh'; did you mean"),
         (["export", "--chekpoint", "x"], "unknown flag --chekpoint; did you mean '--checkpoint'?"),
     ],
 )

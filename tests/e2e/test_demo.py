@@ -1,27 +1,22 @@
-"""How the demo treats existing folders and failures. `make demo` runs the rest."""
+"""How the demo treats existing folders and failures. test_wheel.py runs it, and `make demo` in full size."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "examples" / "quickstart" / "demo.py"
-_SPEC = importlib.util.spec_from_file_location("demo", DEMO)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-demo = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(demo)
+from fsdptrain.tools.demo import demo
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years")
-    done = subprocess.run(
-        [sys.executable, DEMO, "--output-dir", tmp_path], capture_output=True, text=True, timeout=300, check=False
+    argv = [sys.executable, "-m", "fsdptrain", "demo", "--output-dir", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"fsdptrain: --output-dir {tmp_path} is not a demo folder: choose a new folder, or delete it\n"
     )
-    assert done.returncode == 1
-    assert done.stderr == f"--output-dir {tmp_path} is not a demo folder: choose a new folder, or delete it\n"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -36,10 +31,8 @@ def test_a_former_demo_is_replaced_and_says_so(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_command_that_fails_ends_the_demo_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(folder: Path, seed: int) -> None:
+    def fail(folder: Path, seed: int, counts: dict[str, int]) -> None:
         demo.run_command(["--no-such-flag"])
 
     monkeypatch.setattr(demo, "play", fail)
-    with pytest.raises(SystemExit) as end:
-        demo.main(["--output-dir", str(tmp_path / "x")])
-    assert end.value.code == 2
+    assert demo.demo(["--output-dir", str(tmp_path / "x")]) == 2

@@ -1,10 +1,12 @@
 """`fsdptrain eval` scores models and checkpoints as a run does, without training."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from fsdptrain.tools.evaluate import run_arguments
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN, metrics_of, rows_of
 from tests.testing import save_tiny_checkpoint
@@ -67,3 +69,34 @@ def test_wrong_arguments_are_one_line(tmp_path: Path, flags: list[str], message:
     assert result.code == 2
     assert message in result.err
     assert result.err.count("\n") == 1
+
+
+def test_a_run_stands_for_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
+    result = command.run(["eval", str(run), "--output-dir", str(tmp_path / "eval")], tmp_path)
+    assert result.code == 0, result.err
+    assert evaluation(tmp_path / "eval") == pytest.approx(evaluation(run))
+
+
+def test_a_run_without_checkpoints_stands_for_its_exported_model(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    arguments, output = run_arguments([str(tmp_path / "copy")])
+    model = [str(tmp_path / "copy" / name) for name in ("config.yaml", "hf")]
+    assert arguments[:6] == ["--recipe", model[0], "--hf-checkpoint", model[1], "--resume", "never"]
+    assert output.name == "copy-eval"
+
+
+def test_export_takes_a_run_and_writes_into_it(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "copy")
+    before = (folder / "hf" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "hf")
+    result = command.run(["export", str(folder)], tmp_path)
+    assert result.code == 0, result.err
+    newest = max((folder / "checkpoints").glob("step_*"))
+    assert result.out == f"the model of {newest} is written to {folder / 'hf'}\n"
+    assert (folder / "hf" / "model.safetensors").read_bytes() == before
+    older = command.run(["export", str(newest)], tmp_path)
+    assert (older.code, older.err[:30]) == (2, "fsdptrain: --output is missing"), older.err
+    shutil.rmtree(folder / "checkpoints")
+    none = command.run(["export", str(folder)], tmp_path)
+    assert none.code == 2
+    assert none.err.endswith(f"has no checkpoint in {folder / 'checkpoints'}; its exported model is {folder / 'hf'}\n")

@@ -13,10 +13,9 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.formats import (
     read_config,
-    refuse_gguf,
     refuse_other_dtypes,
     refuse_pickles,
-    refuse_quantized,
+    with_config,
 )
 
 log = logging.getLogger(__name__)
@@ -105,18 +104,6 @@ def _named_files(path: Path) -> list[Path]:
 
 def _checked(path: Path) -> Path:
     weight_files(with_config(path))
-    return path
-
-
-def with_config(path: Path) -> Path:
-    refuse_gguf(path)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
-        )
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
-    refuse_quantized(path)
     return path
 
 

@@ -23,6 +23,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
+def with_config(path: Path) -> Path:
+    """Return `path`. Raises CheckpointError unless it is a folder with the config.json of a model to train."""
+    refuse_gguf(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
+        )
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
+    refuse_quantized(path)
+    return path
+
+
 def refuse_gguf(path: Path) -> None:
     """Raise CheckpointError if the --hf-checkpoint `path` has only GGUF weights."""
     found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))

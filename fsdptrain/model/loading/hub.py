@@ -7,7 +7,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.loading.files import with_config
+from fsdptrain.model.loading.formats import with_config
 
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats

@@ -1,11 +1,15 @@
 """From argv to values: every spelling of a flag, and one line for each mistake."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 
 from fsdptrain.config import Config, resolve
 from fsdptrain.config.flags import config_options, convert
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.other_names import ADVICE, OTHER_NAMES
+from fsdptrain.config.other_names import ADVICE, OTHER_NAMES, names_here
 from fsdptrain.errors import ConfigError
 
 MODEL = ["--hf-checkpoint", "x"]
@@ -162,5 +166,44 @@ def test_every_default_can_be_written_as_a_flag(flat):
 
 def test_what_others_call_an_option_is_no_option_here_and_what_it_is_here_is_one():
     flags = {option.flag for option in config_options().values()}
-    assert flags.issuperset(OTHER_NAMES.values())
-    assert not flags.intersection([*OTHER_NAMES, *ADVICE])
+    assert flags.issuperset(names_here().values())
+    assert not flags.intersection([*names_here(), *ADVICE])
+    assert all(len(OTHER_NAMES[name]) >= 12 for name in ("trl", "verl", "axolotl", "openrlhf"))
+
+
+@pytest.mark.parametrize(
+    ("word", "here"),
+    [
+        ("--per_device_train_batch_size", "--max-tokens-per-gpu"),
+        ("--num-generations", "--n-samples-per-prompt"),
+        ("actor_rollout_ref.rollout.n=8", "--n-samples-per-prompt"),
+        ("--data.train_files", "--prompt-data"),
+        ("--base_model=x", "--hf-checkpoint"),
+        ("--rollout.n_samples_per_prompt", "--n-samples-per-prompt"),
+        ("--init_kl_coef", "--kl-loss-coef"),
+        ("--beta", "--kl-loss-coef"),
+    ],
+)
+def test_the_name_that_another_trainer_gives_an_option_is_translated(word, here):
+    with pytest.raises(ConfigError, match=f": it is {here} here$"):
+        resolve(["--hf-checkpoint", "x", word])
+
+
+def test_a_table_of_trl_has_names_of_trl():
+    """Held against the installed TRL, whose configurations are dataclasses."""
+    fields = {"reward_funcs", "lmbda"}  # of its script for GRPO, and of GKDConfig
+    root = Path(importlib.util.find_spec("trl").origin).parent
+    transformers = Path(importlib.util.find_spec("transformers").origin).parent
+    for path in (
+        *(root / "trainer").glob("*_config.py"),
+        root / "scripts" / "utils.py",
+        transformers / "training_args.py",
+    ):
+        fields |= set(re.findall(r"^    (\w+): ", path.read_text(), re.MULTILINE))
+    assert set(OTHER_NAMES["trl"]) <= fields
+
+
+@pytest.mark.parametrize("flag", ["--banana", "--gpu", "--zzz-size"])
+def test_a_flag_that_is_not_close_to_any_gets_no_suggestion(flag):
+    with pytest.raises(ConfigError, match=f"^unknown flag {flag}$"):
+        resolve(["--hf-checkpoint", "x", flag, "1"])

@@ -1,12 +1,9 @@
-"""`make demo`: create a tokenizer and a model, warm it up, train it with GRPO and plot the result.
-
-    python examples/quickstart/demo.py [--seed 0] [--output-dir runs/quickstart]
+"""`fsdptrain demo`: create a tokenizer and a model, warm it up, train it with GRPO and plot the result.
 
 GRPO selects and sharpens a behavior from the warm-up (think first, then answer). Half of the demonstrations of the
 warm-up answer at once and are mostly wrong. Both stages run the `fsdptrain` command, as for a large model.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -14,34 +11,47 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from fsdptrain.config.flags import Option, parse
+from fsdptrain.errors import ConfigError
+
 HEADINGS = {
     "sft": "[2/3] Warm-up: imitate a careful and a hasty demonstrator",
     "grpo": "[3/3] GRPO: learn from the reward alone which of them is right",
 }
 MARK = ".fsdptrain-demo"  # marks a folder that the next demo may replace
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one thread is faster for a small model
+OPTIONS = {
+    "seed": Option("--seed", int, "Seed of the weights, the demonstrations and both stages.", 0),
+    "output_dir": Option("--output-dir", str, "Folder to write, new or of an earlier demo.", "runs/quickstart"),
+    "warm_up_steps": Option("--warm-up-steps", int, "Steps of the warm-up. [optimizer steps]", 700),
+    "rollouts": Option("--rollouts", int, "Rollouts of GRPO. [rollouts]", 30),
+}
+LEAST = {"warm_up_steps": 21, "rollouts": 1}  # the recipe warms the learning rate up for 20 steps
+USAGE = """\
+Warm up a model of 0.1 M parameters, train it with GRPO and plot the result.
+
+About a minute on two cores; needs no GPU and no network."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Warm up a small model, train it with GRPO and plot the result.")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
-    args = parser.parse_args(argv)
-    folder: Path = args.output_dir
+def demo(argv: Sequence[str]) -> int:
+    """Run the demo in --output-dir. Returns the exit code of the command that failed, or 0."""
+    values = {key: option.default for key, option in OPTIONS.items()} | parse(argv, OPTIONS)
+    for key, least in LEAST.items():
+        if values[key] < least:
+            raise ConfigError(f"{OPTIONS[key].flag} must be at least {least}, got {values[key]}")
+    counts = {"sft": values["warm_up_steps"], "grpo": values["rollouts"]}
     try:
-        play(folder, args.seed)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        play(Path(values["output_dir"]), values["seed"], counts)
     except subprocess.CalledProcessError as error:  # the command has printed the error
-        sys.exit(error.returncode)
+        return error.returncode
+    return 0
 
 
-def play(folder: Path, seed: int) -> None:
-    """Run all stages in an empty `folder`."""
+def play(folder: Path, seed: int, counts: Mapping[str, int]) -> None:
+    """Run all stages in an empty `folder`. counts: rollouts by stage."""
     clear(folder)
     seconds: dict[str, float] = {}
     begin = time.monotonic()
@@ -50,21 +60,16 @@ def play(folder: Path, seed: int) -> None:
     for stage, recipe, flags in stages(folder, seed):
         begin = time.monotonic()
         print(f"\n{HEADINGS[stage]}", end="", flush=True)
-        run_command(["--recipe", short(ROOT / "recipes" / recipe), *flags])
+        run_command(["--recipe", recipe, *flags, "--num-rollout", str(counts[stage])])
         seconds[stage] = time.monotonic() - begin
     finish(folder, seconds)
 
 
-def short(path: Path) -> str:
-    """Return `path` relative to the current directory if it is inside."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def clear(folder: Path) -> None:
-    """Create an empty folder. Replaces that of an earlier demo; exits if the folder has other contents."""
+    """Create an empty folder. Replaces that of an earlier demo; raises ConfigError if the folder has other contents."""
     used = folder.is_dir() and any(folder.iterdir())
     if (folder.exists() and not folder.is_dir()) or (used and not (folder / MARK).is_file()):
-        sys.exit(f"--output-dir {folder} is not a demo folder: choose a new folder, or delete it")
+        raise ConfigError(f"--output-dir {folder} is not a demo folder: choose a new folder, or delete it")
     if used:
         print(f"Replacing the demo in {folder}; --output-dir NEW_FOLDER keeps it.", flush=True)
         shutil.rmtree(folder)
@@ -78,26 +83,24 @@ def stages(folder: Path, seed: int) -> list[tuple[str, str, list[str]]]:
     warm_up = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(folder / "demonstrations.jsonl")]
     grpo = ["--hf-checkpoint", str(folder / "sft" / "hf")]
     return [
-        ("sft", "quickstart_sft.yaml", [*warm_up, *both, "--output-dir", str(folder / "sft")]),
-        ("grpo", "quickstart.yaml", [*grpo, *both, "--output-dir", str(folder / "grpo")]),
+        ("sft", "quickstart_sft", [*warm_up, *both, "--output-dir", str(folder / "sft")]),
+        ("grpo", "quickstart", [*grpo, *both, "--output-dir", str(folder / "grpo")]),
     ]
 
 
 def prepare(folder: Path, seed: int) -> None:
     """Write the untrained model and the demonstrations, without the words that GRPO is evaluated on."""
-    from corpus import write_demonstrations
-    from model import save_start
     from transformers.utils import logging
 
     from fsdptrain.config import load_recipe
+    from fsdptrain.tools.demo.corpus import write_demonstrations
+    from fsdptrain.tools.demo.model import save_start
 
     logging.disable_progress_bar()
-
-    print(
-        "[1/3] Building a tokenizer and a Qwen3 of 0.1 M parameters, and writing 20,000 demonstrations ...", flush=True
-    )
+    heading = "[1/3] Building a tokenizer and a Qwen3 of 0.1 M parameters, and writing 20,000 demonstrations ..."
+    print(heading, flush=True)
     save_start(folder / "start", seed=seed)
-    config = load_recipe(ROOT / "recipes" / "quickstart.yaml", seed=seed, rollout_seed=seed)
+    config = load_recipe("quickstart", seed=seed, rollout_seed=seed)
     write_demonstrations(folder / "demonstrations.jsonl", config, count=20_000)
 
 
@@ -122,7 +125,7 @@ def finish(folder: Path, seconds: dict[str, float]) -> None:
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     write_samples(folder)
     print(flush=True)
-    run_command(["report", str(folder / "grpo")])
+    run_command(["report", str(folder / "grpo")])  # draws: reasoning-gym requires matplotlib
     shutil.copyfile(folder / "grpo" / "curves.png", folder / "curves.png")
     show(folder, summary)
 
@@ -162,7 +165,3 @@ def show(folder: Path, summary: dict) -> None:
         ("grpo/hf", "the model, for from_pretrained"),
     ):
         print(f"  {folder / name}  {what}")
-
-
-if __name__ == "__main__":
-    main()

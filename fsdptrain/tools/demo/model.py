@@ -4,6 +4,7 @@ import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -50,8 +51,8 @@ def save_start(target: Path, *, seed: int, words: Sequence[str] = WORDS, **sizes
     config = Qwen3Config(
         **{**default_sizes, **sizes},
         vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=cast(int, tokenizer.pad_token_id),
+        eos_token_id=cast(int, tokenizer.eos_token_id),
     )
     Qwen3ForCausalLM(config).save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -16,7 +16,7 @@ from fsdptrain.data.sources import load_rows
 def write_demonstrations(target: Path, config: Config, *, count: int) -> Path:
     """Write up to `count` prompts and responses, without words that the run of `config` holds out for evaluation."""
     rows = load_rows(config.data, seed=config.run.seed)
-    train, held_out = split_rows(rows, config.data.eval_size, config.run.seed)
+    train, held_out = split_rows(rows, config.data.eval_size or 0, config.run.seed)
     unseen = {word_of(row).lower() for row in held_out}
     rng = Random(config.run.seed)
     with target.open("w") as file:

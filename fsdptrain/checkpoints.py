@@ -1,0 +1,34 @@
+"""The checkpoints in the folder of a run, found by name. No torch: commands look for them before they import it."""
+
+import re
+from pathlib import Path
+
+from fsdptrain.errors import ConfigError
+
+CONFIG_FILE, PROGRESS_FILE = "config.yaml", "progress.json"  # of a run, and of each checkpoint
+EXPORT = "hf"  # in the folder of a run: the exported model
+_FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+
+
+def list_checkpoints(run: Path) -> list[tuple[tuple[int, int], Path]]:
+    """Return ((step, attempt), folder) of all checkpoints of the run, oldest first."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return []
+    matches = [(match, path) for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+    return sorted(((int(match[1]), int(match[2] or 0)), path) for match, path in matches)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is the folder of a run."""
+    return (path / CONFIG_FILE).is_file() and not (path / PROGRESS_FILE).is_file()
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Return the newest checkpoint of the run. Raises ConfigError if it has none."""
+    found = list_checkpoints(run)
+    if not found:
+        model = run / EXPORT
+        exported = f"; its exported model is {model}" if model.is_dir() else ""
+        raise ConfigError(f"{run} has no checkpoint in {run / 'checkpoints'}{exported}")
+    return found[-1][1]

@@ -1,0 +1,96 @@
+"""`--dry-run`: check the inputs and the sizes, and print each value with its source, without training."""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdptrain.config import Config
+from fsdptrain.config.checks import check_world_size
+from fsdptrain.config.flags import Resolved
+from fsdptrain.config.grid import across_nodes, draw_grid
+from fsdptrain.config.recipe import to_yaml
+from fsdptrain.data.sources import GENERATOR, load_rows
+from fsdptrain.errors import CheckpointError
+from fsdptrain.launch.inputs import check_inputs, data_sources
+from fsdptrain.model.loading.formats import with_config
+from fsdptrain.rank_variables import read_rank_variables
+
+
+def dry_run(resolved: Resolved) -> None:
+    """Print the configuration as a recipe, the rank groups, and what was not checked.
+
+    Raises ConfigError, DataError or CheckpointError for what would end the run at its start: an option, a file, a
+    column, a reward, or a size that the model does not allow. Does not count devices and does not use the network.
+    """
+    config = resolved.config
+    ranks = read_rank_variables()
+    check_inputs(config)
+    for data, flag in data_sources(config):
+        if data.data_name.startswith(GENERATOR) and not _is_default(config, data.data_name):
+            load_rows(data, seed=config.run.seed, flag=flag)  # imports reasoning_gym, 1 s
+    is_local = _check_model_folder(config)
+    local = ranks.local_world_size if ranks else config.launch.nproc_per_node
+    world_size = ranks.world_size if ranks else local
+    if world_size is not None:
+        check_world_size(config, world_size)
+    if is_local:
+        _check_sizes(config, world_size or _smallest_world(config))
+    sys.stdout.write(to_yaml(config, resolved.sources, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    notes = [*draw_grid(config, world_size), *across_nodes(config, local or 1)] if world_size is not None else []
+    notes += [config.speed_line] * bool(config.speed_line)
+    if config.launch.probe:
+        from fsdptrain.tools.inspect.inspection import probe_line
+
+        notes.append(probe_line(config))
+    notes += [f"not checked: {line}" for line in _unchecked(config, is_local)]
+    sys.stdout.writelines(f"# {note}\n" for note in notes)
+
+
+def _is_default(config: Config, spec: str) -> bool:
+    """Return whether `spec` is the default data, which needs no check."""
+    return [spec] == type(config.data).model_fields["prompt_data"].default
+
+
+def _check_model_folder(config: Config) -> bool:
+    """Return whether --hf-checkpoint is a local folder. Raises CheckpointError if it is none and can be no hub id."""
+    name = config.model.hf_checkpoint
+    path = Path(name)
+    if path.is_dir() or path.is_absolute() or name.endswith(".gguf"):
+        with_config(path)
+        return True
+    if name.startswith((".", "~")) or name.count("/") > 1:
+        raise CheckpointError(
+            f"--hf-checkpoint {name} is not a local folder, and can be no name in the hub: is it misspelt?"
+        )
+    return False
+
+
+def _smallest_world(config: Config) -> int:
+    """Return the smallest number of processes that the parallel sizes allow."""
+    return config.fsdp.replicate_size * math.lcm(*(group.size * group.stride for group in config.rank_groups))
+
+
+def _check_sizes(config: Config, world_size: int) -> None:
+    """Raise ConfigError if the model does not allow the parallel sizes. Imports torch if there are any."""
+    if config.model.backend == "fsdp" and any(group.size > 1 for group in config.rank_groups):
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        from fsdptrain.tools.inspect.inspection import check_sizes
+
+        check_sizes(config, world_size)
+
+
+def _unchecked(config: Config, is_local: bool) -> Iterator[str]:
+    """Yield what only the run checks."""
+    if not is_local:
+        yield f"--hf-checkpoint {config.model.hf_checkpoint}, which is on the Hub"
+    elif config.model.backend != "fsdp":
+        yield f"whether the model allows the sizes of --backend {config.model.backend}"
+    for data, flag in data_sources(config):
+        name = data.data_name.partition("?")[0]
+        path = Path(name)
+        if path.is_dir():
+            yield f"the columns of {flag} {name}, a folder"
+        elif not path.is_file() and not name.startswith(GENERATOR):
+            yield f"{flag} {name}, which is on the Hub"

@@ -1,0 +1,116 @@
+"""Check the inputs of a run before torch is imported: reward, files of data and their columns, output folder.
+
+The run makes the same checks, by the same functions, once more when it reads the inputs. What they cannot decide
+without slow imports or the network is left to the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.rules import Column
+from fsdptrain.data.sources import GENERATOR, parse_options
+from fsdptrain.data.tables import folder_of, is_data_file, row_reader, split_options
+from fsdptrain.errors import ConfigError
+from fsdptrain.rewards.build import check_reward
+
+if TYPE_CHECKING:
+    from fsdptrain.config import Config, DataConfig
+
+_READ = 10 << 20  # bytes of a file: `datasets` takes the columns of its first 10 MiB too
+
+
+def check_inputs(config: Config) -> None:
+    """Raise the ConfigError or DataError that the run would raise after its imports."""
+    check_output_dir(config)
+    check_reward(config.reward, prompt_data=config.data.prompt_data, has_environment=config.environment.has_episodes)
+    for data, flag in data_sources(config):
+        check_data(config, data, flag)
+
+
+def data_sources(config: Config) -> Iterator[tuple[DataConfig, str]]:
+    """Yield the sources of data that are tables, one each, with the flag that names them."""
+    data = config.data
+    names = [(spec, "--prompt-data") for spec, _ in data.sources.values()]
+    if config.evaluates and data.eval_prompt_data is not None:
+        names.append((data.eval_prompt_data, "--eval-prompt-data"))
+    for spec, flag in names:
+        if spec != "environment":
+            yield data.source(spec), flag
+
+
+def check_data(config: Config, data: DataConfig, flag: str) -> None:
+    """Check that the file of a source exists and has the columns. Does not check folders and data sets of the hub."""
+    name, _, query = data.data_name.partition("?")
+    if name.startswith(GENERATOR) or not is_data_file(name, flag):
+        return
+    path = Path(name)
+    is_sft = config.algorithm.algorithm == "sft"
+    first = _first_row(path, with_values=is_sft)
+    if first:
+        data, _ = split_options(data, parse_options(query, flag=flag))
+        row_reader(
+            first,
+            data,
+            where=f"{flag} {path.name}",
+            folder=folder_of(path),
+            image_key=_image_key(config),
+            sft=config.sft if is_sft else None,
+        )
+
+
+def check_output_dir(config: Config) -> None:
+    """Raise ConfigError if --output-dir cannot be created or written."""
+    folder = Path(config.run.output_dir)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--output-dir {folder} cannot be written: {existing} is a file; choose another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output-dir {folder} cannot be written: {existing} is read-only; choose another")
+
+
+def _image_key(config: Config) -> str | None:
+    """Return the column of images: the option of a feature that names a column."""
+    keys = (key for key in all_keys().values() if key.is_marked(Column) and key.section != config.data.NAME)
+    return next((found for key in keys if (found := key.value(config)) is not None), None)
+
+
+def _first_row(path: Path, *, with_values: bool) -> Mapping[str, Any] | None:
+    """Return the first row of a file, with None in columns that only later rows have. None: not readable here.
+
+    with_values: return None for formats whose values would need a slow import, instead of a row of names.
+    """
+    try:
+        if path.suffix == ".csv":
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                return dict.fromkeys(next(csv.reader(file), []), "")
+        if path.suffix in (".jsonl", ".json"):
+            return _first_json(path)
+    except (OSError, ValueError, csv.Error, RecursionError):  # the run reports it in the words of `datasets`
+        return None
+    return None if with_values or path.suffix != ".parquet" else _parquet_columns(path)
+
+
+def _first_json(path: Path) -> Mapping[str, Any] | None:
+    with path.open("rb") as file:
+        lines = file.readlines(_READ)
+    rows = [json.loads(line) for line in lines if line.strip()]
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        return None
+    return {**{name: None for row in rows for name in row}, **rows[0]}
+
+
+def _parquet_columns(path: Path) -> Mapping[str, Any] | None:
+    import pyarrow  # lazy: takes 0.3 s
+    import pyarrow.parquet
+
+    try:
+        return dict.fromkeys(pyarrow.parquet.read_schema(path).names)
+    except (OSError, pyarrow.ArrowException):
+        return None

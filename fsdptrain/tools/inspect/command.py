@@ -1,0 +1,62 @@
+"""`fsdptrain inspect`: what would run."""
+
+import sys
+from collections.abc import Sequence
+
+from fsdptrain.config.flags import Option, Resolved, resolve
+from fsdptrain.errors import ConfigError
+from fsdptrain.help_text import asks_for_help, print_options
+from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, NUM_GPUS, check_machine, print_json, quiet_transformers
+
+INSPECT = {
+    "num_gpus": NUM_GPUS,
+    "json": JSON,
+    "against_checkpoint": Option(
+        "--against-checkpoint", bool, "Compare names and shapes with the checkpoint's files.", False
+    ),
+}
+INSPECT_USAGE = """\
+What will run, by config.json alone: modules, layout, kernels, dtypes.
+
+Takes any option of a run too; with --strict a fallback ends in exit code 2."""
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
+    if asks_for_help(argv):
+        return print_options("fsdptrain inspect", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT})
+    resolved = resolve(argv, INSPECT)
+    check_machine({"num_gpus": resolved.own["num_gpus"]})
+    quiet_transformers()
+    if resolved.config.model.backend == "megatron":
+        return _inspect_megatron(resolved)
+    from fsdptrain.tools.inspect import inspection  # lazy: imports torch
+    from fsdptrain.tools.inspect.text import print_inspection
+
+    own = {key: resolved.own[key] for key in ("num_gpus", "against_checkpoint")}
+    found = inspection.inspect_model(resolved.config, **own)
+    if resolved.own["json"]:
+        print_json({**found.as_dict(), "speed": resolved.config.speed_line})
+    else:
+        print_inspection(found)
+        sys.stdout.write(resolved.config.speed_line and f"{resolved.config.speed_line}\n")
+    inspection.raise_problems(found, strict=resolved.config.model.strict)
+    return 0
+
+
+def _inspect_megatron(resolved: Resolved) -> int:
+    if resolved.own["against_checkpoint"]:
+        raise ConfigError(
+            "--against-checkpoint requires --backend fsdp: a run with --backend megatron checks it at start"
+        )
+    from fsdptrain.megatron.inspection import inspect_build  # lazy: imports torch
+    from fsdptrain.model.probes.kernels import require_no_fallback
+
+    found = inspect_build(resolved.config)
+    if resolved.own["json"]:
+        print_json(found.as_dict())
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in found.lines))
+    if resolved.config.model.strict:
+        require_no_fallback(found.kernels)
+    return 0

@@ -1,0 +1,58 @@
+"""Recipes by name, and the header that lists them."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.config import load_recipe
+from fsdptrain.config.shipped import FOLDER, find_recipe, read_summary, recipe_names
+from fsdptrain.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+def test_the_package_has_the_recipes_of_the_repository():
+    assert recipe_names() == [path.stem for path in RECIPES]
+    assert load_recipe("quickstart") == load_recipe(ROOT / "recipes" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_says_what_it_trains_and_on_which_hardware(path):
+    summary = read_summary(path)
+    assert summary.about.endswith(".")
+    assert summary.hardware != "-"
+
+
+def test_a_header_without_these_lines_is_listed_as_a_dash(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("# no sentence\nlr: 1\n# Hardware: not in the header\n")
+    assert (read_summary(path).about, read_summary(path).hardware) == ("-", "-")
+    path.write_text("lr: 1\n")
+    assert (read_summary(path).about, read_summary(path).hardware) == ("-", "-")
+
+
+def test_an_existing_file_wins_over_an_included_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart_sft").mkdir()
+    assert find_recipe("quickstart_sft") == FOLDER / "quickstart_sft.yaml"
+    (tmp_path / "quickstart").write_text("hf_checkpoint: mine\n")
+    assert load_recipe("quickstart").model.hf_checkpoint == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("quickstrat", "is no file and no recipe of fsdptrain; did you mean 'quickstart'"),
+        ("banana", "is no file and no recipe of fsdptrain; `fsdptrain recipes` lists them"),
+        ("recipes/quickstart.yaml", "No such file or directory; did you mean 'quickstart'?"),
+        ("none.yaml", "none.yaml cannot be read: No such file or directory"),
+        ("some/where", "some/where cannot be read: No such file or directory"),
+    ],
+)
+def test_an_unknown_recipe_is_one_line(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_recipe(name)
+    assert str(error.value).startswith(f"--recipe {name} ")
+    assert message in str(error.value)
