@@ -2,7 +2,7 @@
 
 `fsdptrain [flags]` trains. `fsdptrain inspect` shows what would run. `fsdptrain plan` checks whether it fits into
 memory. `fsdptrain export` writes a checkpoint as a Hugging Face directory. `fsdptrain eval` scores a model.
-`fsdptrain report` summarizes a run.
+`fsdptrain report` summarizes a run; `fsdptrain watch` shows it in the browser while it goes on.
 
 Errors that a user can fix print one line to stderr and exit with code 2. Ctrl-C exits silently with code 130.
 """
@@ -28,6 +28,7 @@ from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.quiet import silence_libraries
 from fsdptrain.rank_variables import read_rank_variables
+from fsdptrain.tools.watch.command import watch, write_html
 
 DESCRIPTION = """\
 Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
@@ -38,6 +39,7 @@ Train, inspect, plan, report, eval, export:
   fsdptrain inspect --hf-checkpoint Qwen/Qwen3-4B
   fsdptrain plan --hf-checkpoint Qwen/Qwen3-4B --num-gpus 8 --gpu-memory-gib 80
   fsdptrain report runs/Qwen3-4B-grpo
+  fsdptrain watch runs/Qwen3-4B-grpo
   fsdptrain eval --checkpoint Qwen/Qwen3-4B --prompt-data questions.jsonl
   fsdptrain export --checkpoint runs/Qwen3-4B-grpo/checkpoints/step_00000050 \\
                    --output my-model
@@ -80,6 +82,7 @@ Takes any option of a run too, e.g. --max-tokens-per-gpu 4096."""
 REPORT = {"rollouts": Option("--rollouts", str | None, "Rollouts to draw in the timeline, e.g. 10:13.", None)}
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR [--rollouts FIRST:LAST]
+       fsdptrain report RUN_DIR [RUN_DIR ...] --html [FILE]
 
 Print the first, the best and the last reward, held-out accuracy, length, share of
 groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
@@ -88,6 +91,8 @@ run may still go on.
 
   RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
   --rollouts   those of the timeline, e.g. 10:13; default: the last four
+  --html       write the page of `fsdptrain watch` with its data as one file; default:
+               RUN_DIR/report.html
 """
 
 
@@ -289,6 +294,8 @@ def report(argv: Sequence[str]) -> int:
     if _asks_for_help(argv):
         sys.stdout.write(REPORT_USAGE)
         return 0
+    if "--html" in argv:
+        return write_html(argv)
     if not argv or argv[0].startswith("-"):
         raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo")
     rollouts = _range(parse(argv[1:], REPORT).get("rollouts"))
@@ -320,6 +327,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": export,
     "report": report,
     "eval": evaluate,
+    "watch": watch,
 }
 
 

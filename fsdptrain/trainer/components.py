@@ -84,6 +84,7 @@ class Components:
     engine: RolloutEngine | None  # None: the run never generates
     weight_sync: WeightSync | None  # None: the run has no engine
     waits: Waits
+    tokenizer: PreTrainedTokenizerBase
     stream: PromptSource
     source: SampleSource
     timeline: Timeline
@@ -154,6 +155,7 @@ def build_components(
             engine=engine,
             weight_sync=weight_sync,
             waits=waits,
+            tokenizer=tokenizer,
             stream=data.stream,
             source=build_source(instructed, data.stream, builders, sampler, advantages, timeline, background, features),
             timeline=timeline,
