@@ -28,7 +28,6 @@ from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.quiet import silence_libraries
 from fsdptrain.rank_variables import read_rank_variables
-from fsdptrain.tools.watch.command import watch, write_html
 
 DESCRIPTION = """\
 Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
@@ -294,7 +293,9 @@ def report(argv: Sequence[str]) -> int:
     if _asks_for_help(argv):
         sys.stdout.write(REPORT_USAGE)
         return 0
-    if "--html" in argv:
+    if any(word.partition("=")[0] == "--html" for word in argv):
+        from fsdptrain.tools.watch.command import write_html
+
         return write_html(argv)
     if not argv or argv[0].startswith("-"):
         raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo")
@@ -309,6 +310,13 @@ def report(argv: Sequence[str]) -> int:
     if rollouts or (run / "timeline.jsonl").is_file():
         sys.stdout.write(f"and to {draw_timeline(run, run / 'timeline.png', rollouts)}\n")
     return 0
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Run `fsdptrain watch RUN_DIR [RUN_DIR ...] [--port PORT]`."""
+    from fsdptrain.tools.watch import command
+
+    return command.watch(argv)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:

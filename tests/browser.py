@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-_WAIT_S = 60.0
+_WAIT_S = 20.0
 
 
 def chromium() -> str:

@@ -90,7 +90,11 @@ class ConsoleLogger:
         """Return whether to print a line: of each step, but of short ones once a second; and of each evaluation."""
         now = self._clock()
         is_edge = step in (self._first_step + 1, self._info.total_steps)
-        if now - self._last_line < _SECONDS_PER_LINE and not is_edge and not any(m.startswith("eval/") for m in metrics):
+        if (
+            now - self._last_line < _SECONDS_PER_LINE
+            and not is_edge
+            and not any(m.startswith("eval/") for m in metrics)
+        ):
             return False
         self._last_line = now
         return True

@@ -45,9 +45,10 @@ def watch(argv: Sequence[str]) -> int:
 
 def write_html(argv: Sequence[str]) -> int:
     """Run `fsdptrain report RUN_DIR [RUN_DIR ...] --html [FILE]`."""
-    at = list(argv).index("--html")
-    values = list(takewhile(lambda word: not word.startswith("-"), argv[at + 1 :]))
-    folders, rest = _split([*argv[:at], *argv[at + 1 + len(values) :]])
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--html=") else [word])]
+    at = words.index("--html")
+    values = list(takewhile(lambda word: not word.startswith("-"), words[at + 1 :]))
+    folders, rest = _split([*words[:at], *words[at + 1 + len(values) :]])
     if not folders:
         raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo --html")
     if len(values) > 1:

@@ -7,12 +7,13 @@ resolves to this machine, is refused (DNS rebinding).
 
 import json
 import secrets
+import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.tools.watch.page import render
@@ -47,6 +48,11 @@ class WatchServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://{HOST}:{self.server_port}/?key={self.key}"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report errors, except for a browser that has gone away."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
     def data(self, seen: Sequence[str]) -> dict[str, Any]:
         """Return what has changed in each run. seen: the cursors that the page has, in order of the runs."""
         with self._lock:
@@ -63,18 +69,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        url = urlsplit(self.path)
-        query = parse_qs(url.query)
+        path, _, text = self.path.partition("?")
+        query = parse_qs(text)
         if host not in _NAMES:
             self._answer(HTTPStatus.FORBIDDEN, b"unknown host name")
-        elif url.path == "/" and self._is_key(query.get("key", [""])[0]):
+        elif path == "/" and self._is_key(query.get("key", [""])[0]):
             page = self.server.page
             policy = f"{page.policy}; frame-ancestors 'none'"
             self._answer(HTTPStatus.OK, page.html.encode(), "text/html", {"Content-Security-Policy": policy})
-        elif url.path == "/data" and self._is_key(self.headers.get("Authorization", "").removeprefix("Bearer ")):
+        elif path == "/data" and self._is_key(self.headers.get("Authorization", "").removeprefix("Bearer ")):
             data = self.server.data(query.get("seen", [""])[0].split(","))
             self._answer(HTTPStatus.OK, json.dumps(data, separators=(",", ":")).encode(), "application/json")
-        elif url.path in ("/", "/data"):
+        elif path in ("/", "/data"):
             self._answer(HTTPStatus.FORBIDDEN, b"the key is missing: open the address that fsdptrain watch has printed")
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"not found")

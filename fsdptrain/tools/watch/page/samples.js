@@ -96,7 +96,11 @@ function tokenColor(value, scale) {
 function drawLegend(scale) {
   const legend = byId("legend");
   legend.replaceChildren();
-  if (settings.color === "none" || !scale) return;
+  if (settings.color === "none") return;
+  if (!scale) {
+    legend.append("no token to color");
+    return;
+  }
   const box = (share) => {
     const element = make("i");
     element.style.background = tokenColor(share * scale, scale);
