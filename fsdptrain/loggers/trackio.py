@@ -1,6 +1,6 @@
 """trackio logger: a local dashboard, `trackio show`.
 
-The database is in TRACKIO_DIR, by default `trackio` beside output_dir: runs of one folder share it and show up together.
+The database is in TRACKIO_DIR, by default `trackio` beside output_dir, so that runs of one folder show up together.
 """
 
 import contextlib

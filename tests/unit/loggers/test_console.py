@@ -11,13 +11,12 @@ from fsdptrain.loggers.console import ConsoleLogger, duration, number, sample_li
 from fsdptrain.loggers.run_info import RunInfo
 
 STEP = {
-    **{
-        "reward/mean": 0.25,
-        "reward/std": 0.43,
-        "completion/length_mean": 131.7,
-        "completion/truncated_fraction": 0.125,
-    },
-    **{"optim/grad_norm": 0.31, "perf/tokens_per_s": 1234.0},
+    "reward/mean": 0.25,
+    "reward/std": 0.43,
+    "completion/length_mean": 131.7,
+    "completion/truncated_fraction": 0.125,
+    "optim/grad_norm": 0.31,
+    "perf/tokens_per_s": 1234.0,
 }
 SAMPLES = [
     {"set": "heldout", "prompt": f"<|user|>question {i}?\n<|assistant|>", "response": f"answer {i}", "reward": i / 2}

@@ -1,4 +1,4 @@
-"""What the page of a run gets: new rows only, bounded, from files that grow and are replaced; and who may ask for it."""
+"""What the page of a run gets: new rows only, bounded, from files that grow and are replaced; who may get it."""
 
 import base64
 import hashlib

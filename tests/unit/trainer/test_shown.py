@@ -34,7 +34,7 @@ def test_a_character_is_at_its_last_token_and_bytes_of_none_are_shown():
 
 
 def test_a_decoder_that_drops_the_first_space_keeps_those_between_words():
-    backend = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2, "<unk>": 3}, unk_token="<unk>"))  # noqa: S106
+    backend = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2, "<unk>": 3}, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert tokenizer.decode([1]) == "cat"
