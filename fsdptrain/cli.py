@@ -41,6 +41,7 @@ Write a training checkpoint as a Hugging Face folder.
 REPORT = {"rollouts": Option("--rollouts", str | None, "Rollouts to draw in the timeline, e.g. 10:13.", None)}
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR [--rollouts FIRST:LAST]
+       fsdptrain report RUN_DIR [RUN_DIR ...] --html [FILE]
 
 Print the first, the best and the last reward, held-out accuracy, length, share of
 groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
@@ -49,6 +50,8 @@ run may still go on.
 
   RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
   --rollouts   those of the timeline, e.g. 10:13; default: the last four
+  --html       write the page of `fsdptrain watch` with its data as one file; default:
+               RUN_DIR/report.html
 """
 RECIPES_USAGE = """\
 usage: fsdptrain recipes [show NAME]
@@ -207,6 +210,10 @@ def report(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         sys.stdout.write(REPORT_USAGE)
         return 0
+    if any(word.partition("=")[0] == "--html" for word in argv):
+        from fsdptrain.tools.watch.command import write_html
+
+        return write_html(argv)
     if not argv or argv[0].startswith("-"):
         raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo")
     rollouts = _range(parse(argv[1:], REPORT).get("rollouts"))
@@ -220,6 +227,13 @@ def report(argv: Sequence[str]) -> int:
     if rollouts or (run / "timeline.jsonl").is_file():
         sys.stdout.write(f"and to {draw_timeline(run, run / 'timeline.png', rollouts)}\n")
     return 0
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Show runs in the browser, also while they go on."""
+    from fsdptrain.tools.watch import command
+
+    return command.watch(argv)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:
@@ -241,6 +255,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": export,
     "report": report,
     "eval": evaluate,
+    "watch": watch,
 }  # the first line of the docstring is the line in --help
 
 

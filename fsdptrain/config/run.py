@@ -86,11 +86,12 @@ class LogConfig(Section):
     to: Names = Field(default=["console"])
     """Loggers in addition to metrics.jsonl, which is always written: any of console, wandb, trackio, or a plug-in."""
     project: str = "fsdptrain"
-    """Project name for wandb and trackio."""
+    """Project name for wandb and trackio, whose database is in TRACKIO_DIR; default: `trackio` beside output_dir."""
     run_name: str | None = None
     """Run name for wandb and trackio. Default: the last component of output_dir."""
     num_samples: Annotated[int, GENERATES] = Field(default=4, ge=0)
-    """Completions written to samples.jsonl after each rollout."""
+    """Samples of each rollout and evaluation in samples.jsonl, with the logprobs of their first 1024 tokens. 0: none,
+    also on the console."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         others = [name for name in self.to if name not in LOGGER_NAMES and ":" not in name]

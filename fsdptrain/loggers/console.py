@@ -1,11 +1,13 @@
-"""Console output: a live progress bar in a terminal, plain lines elsewhere, and a final table."""
+"""Console output: a live progress bar in a terminal, one line per step elsewhere, samples, and a final table."""
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from fsdptrain import __version__
 from fsdptrain.config import Config
@@ -13,26 +15,35 @@ from fsdptrain.loggers.run_info import RunInfo
 
 _SHOWN = {  # label -> metric; `*` matches the first evaluation set
     "reward": "reward/mean",
+    "std": "reward/std",
     "acc": "eval/*/accuracy",
     "loss": "loss/total",
     "teacher kl": "distill/reverse_kl",
     "len": "completion/length_mean",
+    "cut": "completion/truncated_fraction",
     "grad": "optim/grad_norm",
     "tok/s": "perf/tokens_per_s",
 }
-PLAIN_LINES = 50
+_SHOWN_SAMPLES = 2  # of an evaluation
+_LONGEST_TEXT = 200  # [characters]
+_SECONDS_PER_LINE = 1.0
 _ONLY_WITHOUT_REWARD = "loss"  # a supervised loss is informative, a policy loss is not
 
 
 class ConsoleLogger:
     """Shows progress in a live line (in a terminal) or in one line per step."""
 
-    def __init__(self, info: RunInfo, *, console: Console | None = None) -> None:
+    def __init__(
+        self, info: RunInfo, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console if console is not None else Console()
         self._info = info
-        self._started = time.monotonic()
+        self._clock = clock
+        self._started = clock()
+        self._last_line = -math.inf
         self._first_step = info.resumed_step or 0
         self._last_step = self._first_step
+        self._pace_from: tuple[int, float] | None = None  # first step of this process and when it ended
         self._history: dict[str, list[float]] = {}  # label -> values, in order of arrival
         self._print(header(info))
         self._bar = _bar(self._console, info.total_steps) if self._console.is_terminal else None
@@ -55,14 +66,17 @@ class ConsoleLogger:
             )
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        """Ignore samples; samples.jsonl contains them."""
+        """Print the first samples of an evaluation. samples.jsonl contains all of them."""
+        for sample in [sample for sample in samples if sample.get("set") != "train"][:_SHOWN_SAMPLES]:
+            width = self._console.width if self._console.is_terminal else _LONGEST_TEXT
+            self._console.print(sample_lines(sample, step, width=width))
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
         if any(self._history.values()):
             self._console.print(summary(self._history))
-        end = f"{duration(time.monotonic() - self._started)}, written to {self._info.output_dir}"
+        end = f"{duration(self._clock() - self._started)}, written to {self._info.output_dir}"
         if self._last_step >= self._info.total_steps:
             self._print(f"done in {end}")
             return
@@ -73,16 +87,27 @@ class ConsoleLogger:
         self._print(f"stopped after step {self._last_step} of {self._info.total_steps}, {end}; {resume_hint}")
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return whether to print: about `PLAIN_LINES` lines per run, and every evaluation."""
-        every = max(1, self._info.total_steps // PLAIN_LINES)
-        return step % every == 0 or step in (1, self._info.total_steps) or any(m.startswith("eval/") for m in metrics)
+        """Return whether to print a line: of each step, but of short ones once a second; and of each evaluation."""
+        now = self._clock()
+        is_edge = step in (self._first_step + 1, self._info.total_steps)
+        if (
+            now - self._last_line < _SECONDS_PER_LINE
+            and not is_edge
+            and not any(m.startswith("eval/") for m in metrics)
+        ):
+            return False
+        self._last_line = now
+        return True
 
     def _eta(self, step: int) -> str:
-        """Estimate the remaining time from the average pace."""
-        done, left = step - self._first_step, self._info.total_steps - step
-        if done <= 0 or left <= 0:
+        """Estimate the remaining time from the average pace, without the start of the run where possible."""
+        now, left = self._clock(), self._info.total_steps - step
+        if step > self._first_step and self._pace_from is None:
+            self._pace_from = (step, now)
+        if self._pace_from is None or left <= 0:
             return ""
-        return f"ETA {duration((time.monotonic() - self._started) / done * left)}"
+        since, begin = self._pace_from if step > self._pace_from[0] else (self._first_step, self._started)
+        return f"ETA {duration((now - begin) / (step - since) * left)}"
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
@@ -119,6 +144,33 @@ def _facts(config: Config) -> list[str]:
 def metrics_line(shown: Mapping[str, float]) -> str:
     """Format metrics: `reward 0.531  len 128  grad 0.310  tok/s 1.2k`."""
     return "  ".join(f"{label} {number(shown[label])}" for label in _SHOWN if label in shown)
+
+
+def sample_lines(sample: Mapping[str, object], step: int, *, width: int) -> Text:
+    """Format a sample in three short lines: step and reward, the end of the prompt, the response."""
+    reward = sample.get("reward")
+    rewarded = f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"
+    room = max(20, min(_LONGEST_TEXT, width) - len("  response  "))
+    text = Text(f"sample of step {step}  {rewarded}\n", style="bold")
+    for name, value, keeps in (("prompt", sample.get("prompt"), 0.25), ("response", sample.get("response"), 0.5)):
+        text.append(f"  {name:<8}  ", style="dim")
+        text.append(f"{shortened(printable(str(value)), room, keeps)}\n", style="not bold")
+    text.rstrip()
+    text.no_wrap, text.overflow = True, "ignore"
+    return text
+
+
+def printable(text: str) -> str:
+    """Put `text` on one line: spaces for line breaks, and no control characters, which could act on the terminal."""
+    return " ".join("".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text).split())
+
+
+def shortened(text: str, room: int, keeps: float) -> str:
+    """Cut `text` to `room` characters: `keeps` of them from its start, the rest from its end."""
+    if len(text) <= room:
+        return text
+    head = int(keeps * (room - 3))
+    return f"{text[:head]} … {text[len(text) - (room - 3 - head) :]}"
 
 
 def summary(history: Mapping[str, Sequence[float]]) -> Table:

@@ -72,7 +72,7 @@ class JsonlLogger:
 
 
 def _open(path: Path) -> TextIO:
-    return path.open("a", encoding="utf-8", buffering=1)
+    return path.open("a", encoding="utf-8", errors="replace", buffering=1)  # half a surrogate pair is no UTF-8
 
 
 def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:

@@ -1,4 +1,7 @@
-"""trackio logger: a local dashboard, `trackio show`. The database is in TRACKIO_DIR or output_dir/trackio."""
+"""trackio logger: a local dashboard, `trackio show`.
+
+The database is in TRACKIO_DIR, by default `trackio` beside output_dir, so that runs of one folder show up together.
+"""
 
 import contextlib
 import io
@@ -9,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
+from fsdptrain.loggers.tables import sample_table
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,7 +22,7 @@ class TrackioLogger:
 
     def __init__(self, info: RunInfo) -> None:
         os.environ.setdefault(
-            "TRACKIO_DIR", str((info.output_dir / "trackio").resolve())
+            "TRACKIO_DIR", str(info.output_dir.resolve().parent / "trackio")
         )  # read when trackio is imported
         try:
             import trackio
@@ -41,7 +45,10 @@ class TrackioLogger:
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        """Ignore samples: trackio tables need a data frame library, and samples.jsonl contains them."""
+        if samples:
+            columns, rows = sample_table(samples)
+            table = self._trackio.Table(columns=columns, data=rows)
+            self._run.log({f"samples/{samples[0].get('set', 'all')}": table}, step=step)
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -3,10 +3,10 @@
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
+from fsdptrain.loggers.tables import sample_table
 
 
 class WandbLogger:
@@ -39,9 +39,9 @@ class WandbLogger:
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
         if samples:
-            columns: list[Any] = list(samples[0])
-            rows: list[Any] = [[str(sample.get(column, "")) for column in columns] for sample in samples]
-            self._run.log({"samples": self._table(columns=columns, data=rows), "step": step})
+            columns, rows = sample_table(samples)
+            table = self._table(columns=columns, data=rows, allow_mixed_types=True)  # labels may be numbers or text
+            self._run.log({f"samples/{samples[0].get('set', 'all')}": table, "step": step})
 
     def close(self) -> None:
         self._run.finish()

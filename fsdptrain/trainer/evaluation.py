@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fsdptrain.config import Config
 from fsdptrain.distributed import gather
 from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics
 from fsdptrain.trainer.samples.single_turn import Sampler
-from fsdptrain.trainer.samples.source import show
+from fsdptrain.trainer.shown import Shown, show
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Metrics, Prompt, Sample, SamplingParams
 
@@ -21,8 +20,8 @@ class Evaluation:
     sampler: Sampler
     prompts: list[Prompt]
 
-    def run(self) -> tuple[Metrics, list[dict[str, Any]]]:
-        """Return metrics over all ranks, and rows to show.
+    def run(self) -> tuple[Metrics, list[Shown]]:
+        """Return metrics over all ranks, and samples to log.
 
         Every evaluation uses the same seeds, so results differ only because of the policy.
         """
@@ -33,7 +32,7 @@ class Evaluation:
             metrics |= greedy
         return metrics, shown
 
-    def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[dict[str, Any]]]:
+    def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[Shown]]:
         made = self.sampler.sample(self.prompts, sampling, Stopwatch())
         metrics = evaluation_metrics(
             made.samples,
@@ -43,8 +42,7 @@ class Evaluation:
         )
         if len(self.config.data.prompt_data) > 1:
             metrics |= self._of_sources(made.samples, sampling.num_samples, name)
-        rewards = [sample.reward for sample in made.samples]
-        shown = show(made.prompts, made.texts, rewards, self.config.log.num_samples)
+        shown = show(made.prompts, made.texts, made.samples, self.config.log.num_samples)
         everywhere = [row for rows in gather(shown) for row in rows]
         return metrics, everywhere[: self.config.log.num_samples]
 

@@ -29,6 +29,7 @@ from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.rules import loss_config
 from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder
 from fsdptrain.trainer.samples.source import RolloutBatch
+from fsdptrain.trainer.shown import TrainedTokens, rows_without_training
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics, Sample
 
@@ -59,6 +60,7 @@ class TrainingLoop:
         self._advantages = components.advantages
         self._loss, self._loss_config = components.loss, loss_config(config.algorithm)
         self._stream = components.stream
+        self._tokenizer = components.tokenizer
         self._checkpoints = CheckpointFolder(
             folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
         )
@@ -101,7 +103,7 @@ class TrainingLoop:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._components.tokenizer
+        return self._tokenizer
 
     def run(self) -> None:
         """Train until --num-rollout, or until a request to stop, which `stopped` then tells."""
@@ -174,12 +176,14 @@ class TrainingLoop:
             self._call("on_rollout", rollout.samples)
             steps = self._pack(rollout)  # the packs of each optimizer step, equally many on every rank
             steps, kl_metrics = self._compute_logprobs(steps, rollout)  # of the old policy and the reference
-            trained = self._optimize(steps)
+            tokens = TrainedTokens(rollout.shown)
+            trained = self._optimize(steps, tokens)
             self.step += 1
             self._update_reference()
             self._push_weights()  # to the engine, then verify
             self._start_rollouts()
         self._finish_step(rollout, steps, kl_metrics | trained, begin)
+        self._report.log_samples(tokens.rows(rollout.samples, self._tokenizer), "train", self.step)
 
     def _collect(self) -> RolloutBatch:
         """The samples of this rank, with advantages, none longer than a pack."""
@@ -237,11 +241,14 @@ class TrainingLoop:
                 later = carry_scores(first, later, extra_fields=self._rules.features.carried_fields)
             return [*first, *later], kl_metrics
 
-    def _optimize(self, steps: Sequence[StepBatches]) -> Metrics:
+    def _optimize(self, steps: Sequence[StepBatches], tokens: TrainedTokens) -> Metrics:
         with self._phases("train"):
             entropy = self.step % self._config.algorithm.entropy_interval == 0
             config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef, with_entropy=entropy)
-            found = [self._backend.train_step(step.packs, self._loss, config) for step in steps]
+            found = [
+                self._backend.train_step(step.packs, tokens.recorded_by(self._loss, step.packs), config)
+                for step in steps
+            ]
             self._num_updates += sum("optim/grad_norm" in values for values in found)
             return metrics.mean_metrics(found, [step.packs[0].num_trained_tokens for step in steps])
 
@@ -271,7 +278,6 @@ class TrainingLoop:
         values |= metrics.reduce_max(synced) if synced else {}
         values |= self._report.progress_metrics(values)
         self._report.log(values, self.step)
-        self._report.log_samples(rollout.shown, "train", self.step)
         self._report.warn_without_signal(values, self._folder.path)
         self._call("on_step", values)
 
@@ -290,7 +296,7 @@ class TrainingLoop:
         with self._phases("eval"):
             values, shown = self._evaluation.run()
         self._report.log(values, self.step)
-        self._report.log_samples(shown, "heldout", self.step)
+        self._report.log_samples(rows_without_training(shown, self._tokenizer), "heldout", self.step)
         self._call("on_eval", values)
 
     def _call(self, method: str, argument: Any) -> None:

@@ -104,8 +104,8 @@ class Reporter:
         for logger in self._loggers:
             logger.log(values, step)
 
-    def log_samples(self, shown: Sequence[Mapping[str, Any]], name: str, step: int) -> None:
-        rows = [{"set": name, **row} for row in shown]
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], name: str, step: int) -> None:
+        rows = [{"set": name, **row} for row in rows]
         for logger in self._loggers:
             logger.log_samples(rows, step)
 

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +18,7 @@ from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.samples.sft import Refusals, build_samples
 from fsdptrain.trainer.samples.source import images_of, own_share
+from fsdptrain.trainer.shown import Shown
 from fsdptrain.types import Images, Metrics, Sample
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class LossEvaluation:
         images = {name: image for prompts in data.supervised.values() for name, image in images_of(prompts).items()}
         return cls(backend, replace(rules, steps_per_epoch=1, num_epochs=1), samples, images, generation)
 
-    def run(self) -> tuple[Metrics, list[dict[str, Any]]]:
+    def run(self) -> tuple[Metrics, list[Shown]]:
         """Return eval/loss, a mean over the trained tokens of all ranks, and eval/perplexity, also by source.
 
         The second value are the generated rows to show, if there are any. Collective.

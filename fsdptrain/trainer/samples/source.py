@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.rewards.results import RewardResults, check_failed_rewards
 from fsdptrain.trainer.samples.selection import Selection, SelectionRules, gather_results, share
 from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound, Sampler
+from fsdptrain.trainer.shown import Shown, show
 from fsdptrain.trainer.timeline import Stopwatch, Timeline
 from fsdptrain.types import Images, Metrics, Prompt, Sample, SamplingParams
 
@@ -29,7 +30,7 @@ class RolloutBatch:
     """The samples of one rollout on this rank."""
 
     samples: list[Sample]  # whole groups, in stream order
-    shown: list[dict[str, Any]] = field(default_factory=list)  # rows for display: prompt, response, reward
+    shown: list[Shown] = field(default_factory=list)  # samples to log; those of rank 0 are
     results: RewardResults | None = None  # None: nothing to score
     num_dropped: int = 0  # samples too long for a pack
     metrics: Metrics = field(default_factory=dict)  # over all ranks; they override the metrics computed from `samples`
@@ -105,7 +106,7 @@ class GroupSource:
                 feature.check_samples([s for sample in samples for s in sample.sequences])
         return RolloutBatch(
             samples=samples,
-            shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
+            shown=show(made.prompts, made.texts, made.samples, self.num_shown),
             results=made.results,
             seconds=seconds,
             metrics=metrics | self.stream.metrics() | summed(made.counts),
@@ -209,16 +210,3 @@ def own_share(items: Sequence[T]) -> list[T]:
 def sampling_at(sampling: SamplingParams, step: int, number: int = 0) -> SamplingParams:
     """Derive the seed of a round. Seeds differ between rollouts and rounds, so a repeated prompt gets new responses."""
     return replace(sampling, seed=sampling.seed + 1_000_003 * step + 7_919 * number)
-
-
-def show(
-    prompts: Sequence[Prompt], texts: Sequence[str], rewards: Sequence[float | None], count: int
-) -> list[dict[str, Any]]:
-    """Select up to `count` rows for display, spread over the rollout."""
-    if count == 0:
-        return []
-    chosen = range(0, len(texts), max(1, len(texts) // count))[:count]
-    return [
-        {"prompt": prompts[i].text, "response": texts[i], "label": prompts[i].label, "reward": rewards[i]}
-        for i in chosen
-    ]

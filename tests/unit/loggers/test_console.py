@@ -7,20 +7,38 @@ import pytest
 from rich.console import Console
 
 from fsdptrain.config import Config
-from fsdptrain.loggers.console import ConsoleLogger, duration, number
+from fsdptrain.loggers.console import ConsoleLogger, duration, number, sample_lines
 from fsdptrain.loggers.run_info import RunInfo
 
-STEP = {"reward/mean": 0.25, "completion/length_mean": 131.7, "optim/grad_norm": 0.31, "perf/tokens_per_s": 1234.0}
+STEP = {
+    "reward/mean": 0.25,
+    "reward/std": 0.43,
+    "completion/length_mean": 131.7,
+    "completion/truncated_fraction": 0.125,
+    "optim/grad_norm": 0.31,
+    "perf/tokens_per_s": 1234.0,
+}
+SAMPLES = [
+    {"set": "heldout", "prompt": f"<|user|>question {i}?\n<|assistant|>", "response": f"answer {i}", "reward": i / 2}
+    for i in range(3)
+]
 
 
-def run(tmp_path, *, terminal: bool, resumed_step: int | None = None, total_steps: int = 4, width: int = 140) -> str:
-    out = io.StringIO()
+def run(
+    tmp_path, *, terminal: bool, resumed_step: int | None = None, total_steps: int = 4, width: int = 140, pace=20.0
+) -> str:
+    out, now = io.StringIO(), [0.0]
     console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
     config = Config(hf_checkpoint="Qwen/Qwen3-4B", num_rollout=4)
-    logger = ConsoleLogger(RunInfo(tmp_path, "p", "run-a", total_steps, resumed_step, config), console=console)
+    info = RunInfo(tmp_path, "p", "run-a", total_steps, resumed_step, config)
+    logger = ConsoleLogger(info, console=console, clock=lambda: now[0])
+    now[0] = 7 * pace  # loading the model is no part of the pace of steps
     for step in range((resumed_step or 0) + 1, 5):
+        now[0] += pace
         logger.log({**STEP, "reward/mean": 0.25 * step, "loss/total": 0.1}, step)
+        logger.log_samples([{**SAMPLES[0], "set": "train", "response": "of training"}], step)
     logger.log({"eval/held_out/accuracy": 0.5}, 4)
+    logger.log_samples(SAMPLES, 4)
     logger.close()
     return out.getvalue()
 
@@ -29,9 +47,35 @@ def test_plain_output_has_one_line_per_step(tmp_path):
     lines = run(tmp_path, terminal=False).splitlines()
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 5
-    assert steps[1].startswith("step 2/4  reward 0.500  len 132  grad 0.310  tok/s 1.2k  ETA")
+    assert steps[1] == "step 2/4  reward 0.500  std 0.430  len 132  cut 0.125  grad 0.310  tok/s 1.2k  ETA 40s"
     assert steps[4] == "step 4/4  acc 0.500"
     assert "\x1b" not in "".join(lines)
+
+
+def test_steps_of_less_than_a_second_share_lines(tmp_path):
+    lines = run(tmp_path, terminal=False, pace=0.6).splitlines()
+    steps = [line for line in lines if line.startswith("step")]
+    assert [line.split()[1] for line in steps] == ["1/4", "3/4", "4/4", "4/4"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_evaluation_shows_two_samples_with_rewards(tmp_path, terminal):
+    text = run(tmp_path, terminal=terminal)
+    assert "sample of step 4  reward 0.000\n  prompt    <|user|>question 0? <|assistant|>\n  response  answer 0" in text
+    assert "reward 0.500" in text
+    assert "answer 1" in text
+    assert "answer 2" not in text
+    assert "of training" not in text
+
+
+def test_samples_are_short_and_cannot_act_on_the_terminal():
+    sample = {"prompt": "p" * 500, "response": "\x1b[2J\x9b1m[red]a\r\n\u202e" + "b" * 500 + "end", "reward": None}
+    lines = sample_lines(sample, 3, width=80).plain.split("\n")
+    assert lines[0] == "sample of step 3  no reward"
+    assert [len(line) for line in lines[1:]] == [80, 80]
+    assert lines[2].startswith("  response  \ufffd[2J\ufffd1m[red]a \ufffdbbb")
+    assert lines[2].endswith("end")
+    assert all(line.isprintable() for line in lines)
 
 
 def test_the_header_names_the_run_and_the_table_its_metrics(tmp_path):
@@ -42,9 +86,9 @@ def test_the_header_names_the_run_and_the_table_its_metrics(tmp_path):
 
 
 def test_the_last_line_tells_a_finished_run_from_a_stopped_one(tmp_path):
-    assert re.match(r"done in \d+s, written to ", run(tmp_path, terminal=False).splitlines()[-1])
+    assert re.match(r"done in 3m40s, written to ", run(tmp_path, terminal=False).splitlines()[-1])
     stopped = run(tmp_path, terminal=False, total_steps=9).splitlines()[-1]
-    assert re.match(r"stopped after step 4 of 9, \d+s, written to ", stopped)
+    assert re.match(r"stopped after step 4 of 9, 3m40s, written to ", stopped)
     assert stopped.endswith("; there is no checkpoint yet (--save-interval)")
     (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
     again = run(tmp_path, terminal=False, total_steps=9).splitlines()[-1]

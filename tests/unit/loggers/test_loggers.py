@@ -1,5 +1,6 @@
 """Loggers of a run; wandb and trackio without a network."""
 
+import json
 import os
 import sqlite3
 import subprocess
@@ -20,13 +21,13 @@ from fsdptrain.config import LogConfig, Config
 from fsdptrain.loggers import build_loggers
 name, folder, resumed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 loggers = build_loggers(
-    LogConfig(to=[name], project="proj", run_name="first"), folder, total_steps=4,
+    LogConfig(to=[name], project="proj"), folder, total_steps=4,
     resumed_step=resumed or None, config=Config(hf_checkpoint="x"),
 )
 for step in range(resumed + 1, resumed + 3):
     for logger in loggers:
         logger.log({"reward/mean": step / 10, "optim/grad_norm": float("inf")}, step)
-        logger.log_samples([{"prompt": "p", "response": "r", "reward": 1.0}], step)
+        logger.log_samples([{"set": "train", "response": "r", "label": step, "reward": 1.0, "tokens": ["r"]}], step)
 for logger in loggers:
     logger.close()
 """
@@ -71,15 +72,20 @@ def test_an_unknown_logger_is_one_line(tmp_path):
 
 
 @pytest.mark.matrix
-def test_trackio_writes_its_database_into_the_run(tmp_path):
-    shown = log_for_real("trackio", tmp_path)
-    log_for_real("trackio", tmp_path, resumed=2)
+def test_runs_of_one_folder_share_a_trackio_database_with_metrics_and_samples(tmp_path):
+    shown = log_for_real("trackio", tmp_path / "first")
+    log_for_real("trackio", tmp_path / "second")
+    log_for_real("trackio", tmp_path / "first", resumed=2)
     assert shown.stdout == ""
     with sqlite3.connect(tmp_path / "trackio" / "proj.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
+        rows = database.execute("select run_name, step, metrics from metrics order by run_name, step, id").fetchall()
     database.close()
-    assert [(name, step) for name, step, _ in rows] == [("first", 1), ("first", 2), ("first", 3), ("first", 4)]
-    assert b'"reward/mean"' in rows[0][2]
+    metrics = [(name, step) for name, step, values in rows if b'"reward/mean"' in values]
+    assert metrics == [("first", 1), ("first", 2), ("first", 3), ("first", 4), ("second", 1), ("second", 2)]
+    samples = [json.loads(values)["samples/train"] for _, _, values in rows if b"samples/train" in values]
+    assert len(samples) == len(metrics)
+    assert samples[0]["_type"] == "trackio.table"
+    assert samples[0]["_value"] == [{"set": "train", "response": "r", "label": 1, "reward": 1.0}]
 
 
 @pytest.mark.matrix
@@ -87,6 +93,11 @@ def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path):
     shown = log_for_real("wandb", tmp_path)
     log_for_real("wandb", tmp_path, resumed=2)
     assert shown.stdout == ""
+    tables = list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/train_*.table.json"))
+    assert len(tables) == 4
+    table = json.loads(tables[0].read_text())
+    assert table["columns"] == ["set", "response", "label", "reward"]
+    assert [row[:2] + row[3:] for row in table["data"]] == [["train", "r", 1.0]]
     runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(runs) == 2
     assert {path.stem.removeprefix("run-") for path in runs} == {(tmp_path / "wandb_run_id").read_text()}

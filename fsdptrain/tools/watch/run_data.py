@@ -1,0 +1,149 @@
+"""What the page shows of a run: curves of bounded length, the last samples, the last stages, and how far it is."""
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.config.recipe import read_mapping
+from fsdptrain.errors import ConfigError
+from fsdptrain.tools.report.report import is_number, title
+from fsdptrain.tools.report.timeline import ROWS, in_lanes
+from fsdptrain.tools.watch.tail import Tail
+
+MOST_POINTS = 300  # of a curve
+MOST_SAMPLES = 120
+MOST_BARS = 2000  # of the timeline
+LONGEST_TEXT = 20_000  # [characters] of a prompt or response
+_ROLLOUTS = 8  # of the timeline
+_PACE_STEPS = 20  # steps whose mean duration gives the ETA
+_SAMPLES_BYTES, _TIMELINE_BYTES = 32 * 2**20, 4 * 2**20  # read from the ends of files
+
+
+class RunData:
+    """Follows the files of one run. Not safe for several threads."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._metrics = Tail(folder / "metrics.jsonl")
+        self._samples = Tail(folder / "samples.jsonl", most_bytes=_SAMPLES_BYTES)
+        self._timeline = Tail(folder / "timeline.jsonl", most_bytes=_TIMELINE_BYTES)
+        self._curves: dict[str, tuple[array[float], array[float]]] = {}  # name -> steps, values
+        self._shown: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
+        self._spans: deque[dict[str, Any]] = deque(maxlen=MOST_BARS)
+        self._generation = self._version = self._num_samples = 0
+        self._config: tuple[float, str, int | None] = (-1.0, folder.resolve().name, None)  # mtime, title, total
+
+    def poll(self) -> None:
+        """Read what the run has written since the last call."""
+        found = [tail.read() for tail in (self._metrics, self._samples, self._timeline)]
+        (curves_void, metrics), (samples_void, samples), (spans_void, spans) = found
+        if curves_void:
+            self._curves.clear()
+        if spans_void:
+            self._spans.clear()
+        if samples_void:
+            self._shown.clear()
+            self._generation += 1
+        for row in metrics:
+            self._add(row)
+        for sample in samples:
+            self._num_samples += 1
+            self._shown.append({"id": self._num_samples, **_shortened(sample)})
+        self._spans.extend(span for span in spans if _is_span(span))
+        is_new = self._read_config()
+        if is_new or curves_void or samples_void or spans_void or metrics or samples or spans:
+            self._version += 1
+
+    def payload(self, seen: str = "") -> dict[str, Any]:
+        """Return what has changed for a page that has the state `seen`, the `cursor` of an earlier payload."""
+        cursor = f"{self._generation}.{self._version}.{self._num_samples}"
+        if seen == cursor:
+            return {"cursor": cursor}
+        generation, _, rest = seen.partition(".")
+        last = rest.rpartition(".")[2]
+        has_samples = generation == str(self._generation) and last.isascii() and last.isdigit() and len(last) < 18
+        first = int(last) if has_samples else 0
+        _, heading, total = self._config
+        return {
+            "cursor": cursor,
+            "name": self._name,
+            "title": heading,
+            "total": total,
+            **self._progress(),
+            "curves": {name: thinned(*curve) for name, curve in self._curves.items()},
+            "bars": self._bars(),
+            "samples": [sample for sample in self._shown if sample["id"] > first],
+            "keeps_samples": has_samples,
+        }
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if name != "step" and is_number(value):
+                steps, values = self._curves.setdefault(name, (array("d"), array("d")))
+                steps.append(row["step"])
+                values.append(value)
+
+    def _progress(self) -> dict[str, float | None]:
+        """Return the last step, when it was logged, and the mean seconds of the last steps."""
+        steps, times = self._curves.get("time", (array("d"), array("d")))
+        if not steps:
+            return {"step": None, "updated": None, "pace": None}
+        first = max(0, bisect_right(steps, steps[-1] - _PACE_STEPS) - 1)
+        done = steps[-1] - steps[first]
+        return {
+            "step": steps[-1],
+            "updated": times[-1],
+            "pace": (times[-1] - times[first]) / done if done > 0 else None,
+        }
+
+    def _bars(self) -> list[tuple[str, int, float, float, int]]:
+        """Return (stage, rollout, begin, end, lane) of the last rollouts. [s] since the first of them"""
+        last = max((span["rollout"] for span in self._spans), default=0)
+        chosen = [span for span in self._spans if span["rollout"] > last - _ROLLOUTS]
+        start = min((span["begin"] for span in chosen), default=0.0)
+        bars = in_lanes([(s["stage"], s["rollout"], s["begin"] - start, s["end"] - start) for s in chosen])
+        return [(bar.stage, bar.rollout, round(bar.begin, 4), round(bar.end, 4), bar.lane) for bar in bars]
+
+    def _read_config(self) -> bool:
+        """Read config.yaml if it has changed. Returns whether it has."""
+        path = self._folder / "config.yaml"
+        try:
+            changed = path.stat().st_mtime
+            if changed == self._config[0]:
+                return False
+            run = read_mapping(path, what=str(path)).get("run") or {}
+            total = run.get("num_rollout") if isinstance(run, Mapping) else None
+            self._config = (changed, title(self._folder), total if isinstance(total, int) else None)
+        except (FileNotFoundError, ConfigError):  # not yet written, or not the configuration of a run
+            return False
+        return True
+
+
+def thinned(steps: Sequence[float], values: Sequence[float], most: int = MOST_POINTS) -> dict[str, list[float]]:
+    """Return x and y of a curve; of a long one the mean, `low` and `high` of `most` groups of consecutive points."""
+    if len(steps) <= most:
+        return {"x": [_short(x) for x in steps], "y": [_short(y) for y in values]}
+    ends = [(i + 1) * len(steps) // most for i in range(most)]
+    groups = [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return {
+        "x": [_short(steps[end - 1]) for end in ends],
+        "y": [_short(sum(group) / len(group)) for group in groups],
+        "low": [_short(min(group)) for group in groups],
+        "high": [_short(max(group)) for group in groups],
+    }
+
+
+def _short(value: float) -> float:
+    """Keep six significant digits, or the millisecond of a time."""
+    return int(value) if value.is_integer() else round(value, 3) if abs(value) > 1e6 else float(f"{value:.6g}")
+
+
+def _shortened(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in sample.items()}
+
+
+def _is_span(span: Mapping[str, Any]) -> bool:
+    return span.get("stage") in ROWS and all(is_number(span.get(name)) for name in ("rollout", "begin", "end"))

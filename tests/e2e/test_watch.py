@@ -1,0 +1,225 @@
+"""`fsdptrain watch` and `fsdptrain report --html` in a browser, also while a run goes on."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdptrain.loggers.jsonl import JsonlLogger
+from fsdptrain.loggers.run_info import RunInfo
+from tests.browser import Browser, open_browser
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN, rows_of, trained
+
+HOSTILE = [
+    "<script>window.hacked = 1</script>",
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "<!--<script>",
+    "${window.hacked = 1} `'\"&amp; \u2028 \ud800 \x00\x1b[2J",
+]
+NUM_POINTS = "document.querySelectorAll('[data-metric=\"reward/mean\"] circle').length"
+STATE = "document.querySelector('.run .state')?.textContent ?? ''"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Browser]:
+    """The browser; at the end of a test, no script may have failed and nothing may have been loaded from elsewhere."""
+    browser.messages.clear()
+    browser.requests.clear()
+    browser.resize(1200, 900)
+    yield browser
+    hosts = {url.partition("?")[0] for url in browser.requests if not url.startswith(("http://127.0.0.1:", "file://"))}
+    assert (browser.messages, hosts) == ([], set())
+    browser.open("about:blank#done")
+
+
+@contextmanager
+def watching(runs: Sequence[Path], folder: Path) -> Iterator[str]:
+    """Run `fsdptrain watch` and return the address that it prints."""
+    process = command.start(["watch", *map(str, runs)], folder)
+    try:
+        end = time.monotonic() + 60
+        while not (url := (folder / "out").read_text() if (folder / "out").is_file() else "").endswith("\n"):
+            assert time.monotonic() < end, (folder / "err").read_text()
+            time.sleep(0.02)
+        yield url.strip()
+    finally:
+        process.kill()
+        process.join()
+    assert (folder / "err").read_text() == ""
+
+
+def write_run(folder: Path, *, name: str = "reward/mean", texts: Sequence[str] = ("a", "b\n", "c")) -> None:
+    logger = JsonlLogger(RunInfo(folder, "p", "n", 4))
+    sampled: dict[str, Any] = {"tokens": list(texts), "rollout_logprobs": [-1.0, *[-0.5 for _ in texts[2:]], None]}
+    sampled["logprobs"] = [None if x is None else x - 0.01 * i for i, x in enumerate(sampled["rollout_logprobs"])]
+    for step in range(1, 5):
+        logger.log({name: step / 4, "reward/mean": step / 4, "eval/heldout/accuracy": step / 8}, step)
+        row = {"set": "train", "prompt": texts[0], "response": "".join(texts), "label": texts[-1], "reward": 0.5}
+        logger.log_samples([{**row, **sampled, "advantage": -1.0 if step % 2 else 2.0}], step)
+        logger.log_timeline([{"stage": "train", "rollout": step, "begin": step, "end": step + 0.5}], step)
+    logger.close()
+
+
+def test_the_page_shows_a_run_while_it_goes_on(page: Browser, checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with watching([run], tmp_path / "watch") as url:
+        page.open(url)
+        page.wait(f"{STATE} === 'waiting for the first step'")
+        flags = ["--output-dir", str(run), "--num-rollout", "9", "--reward", "tests.e2e.rewards:variety"]
+        process = command.start(["--hf-checkpoint", str(checkpoint), *TINY_RUN, *flags], tmp_path / "train")
+        try:
+            for wanted in (2, 5):
+                count = stopped_at(process, run / "metrics.jsonl", wanted, tmp_path / "train" / "err")
+                page.wait(f"{NUM_POINTS} === {count} && ({STATE}).startsWith('step {count} of 9 · ')")
+                send_signal(process, signal.SIGCONT)
+            page.wait(f"{NUM_POINTS} === 9 && ({STATE}).startsWith('step 9 of 9 · finished')")
+            process.join()
+        finally:
+            process.kill()
+    assert process.exitcode == 0
+    assert page.get("document.querySelectorAll('#timeline .bar').length") > 8
+    logged = rows_of(run / "samples.jsonl")
+    last = [row for row in logged if row["set"] == "train" and row["advantage"]][-1]
+    page.get("{const set = document.getElementById('samples-set'); set.value = 'train'; set.oninput()}")
+    cards = "[...document.querySelectorAll('.sample')]"
+    colored = f"{cards}.map(c => [...c.querySelectorAll('.token')].filter(t => t.style.background).length)"
+    assert max(page.get(colored)) == len([text for text in last["tokens"] if text])
+    assert page.get(f"{cards}.length") == 20
+    page.get("document.getElementById('samples-more').onclick()")
+    assert page.get(f"{cards}.length") == 36
+
+
+def stopped_at(process: ForkServerProcess, metrics: Path, wanted: int, errors: Path) -> int:
+    """Stop the run after `wanted` steps or a little later; return how many it has logged."""
+    while (count := len(trained(rows_of(metrics))) if metrics.is_file() else 0) < wanted:
+        assert process.is_alive(), errors.read_text()
+        time.sleep(0.01)
+    send_signal(process, signal.SIGSTOP)
+    count = len(trained(rows_of(metrics)))
+    assert count < 9
+    return count
+
+
+def send_signal(process: ForkServerProcess, number: signal.Signals) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, number)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_texts_of_a_run_stay_texts(page: Browser, tmp_path: Path, saved: bool) -> None:
+    run = tmp_path / "<img src=x onerror='window.hacked=1'>"
+    write_run(run, name=f"eval/{HOSTILE[2].replace('/', '')}/accuracy", texts=HOSTILE)
+    if saved:
+        result = command.run(["report", str(run), "--html"], tmp_path / "out")
+        assert (result.code, result.out, result.err) == (0, f"written to {run}/report.html\n", "")
+        page.open((run / "report.html").as_uri())
+        check_hostile(page)
+        return
+    with watching([run], tmp_path / "watch") as url:
+        page.open(url)
+        check_hostile(page)
+
+
+def check_hostile(page: Browser) -> None:
+    page.wait("document.querySelectorAll('.sample').length === 4")
+    page.get("document.getElementById('metrics-menu').open = true")
+    page.wait("document.querySelectorAll('#metrics-list label').length === 3")
+    page.get("document.querySelector('.token').dispatchEvent(new PointerEvent('pointermove', {bubbles: true}))")
+    assert "rollout logprob -1.0000\ntrainer logprob -1.0000" in page.get("document.getElementById('tip').textContent")
+    text = page.get("document.body.innerText")
+    for hostile in (*HOSTILE[:4], "${window.hacked = 1} `'\"&amp;"):
+        assert hostile in text, hostile
+    assert page.get("[window.hacked === undefined, document.images.length, document.scripts.length]") == [True, 0, 2]
+    assert page.get("document.querySelector('.run h3').textContent") == "<img src=x onerror='window.hacked=1'>"
+
+
+def test_a_saved_page_compares_runs_and_colors_tokens(page: Browser, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    target = tmp_path / "both.html"
+    result = command.run(["report", str(tmp_path / "a"), str(tmp_path / "b"), f"--html={target}"], tmp_path / "out")
+    assert (result.code, result.out) == (0, f"written to {target}\n"), result.err
+    page.open(target.as_uri())
+    page.wait(f"{NUM_POINTS} === 8")
+    colors = page.get("[...document.querySelectorAll('[data-metric=\"reward/mean\"] .line')].map(p => p.outerHTML)")
+    assert len({color.partition('stroke="')[2][:8] for color in colors}) == 2
+    assert page.get("[...document.querySelectorAll('.run h3')].map(x => x.textContent)") == ["a", "b"]
+
+    def shades(coloring: str) -> list[list[str]]:
+        page.get(f"{{const c = document.getElementById('samples-color'); c.value = '{coloring}'; c.oninput()}}")
+        tokens = "[...c.querySelectorAll('.token')].map(t => t.style.background)"
+        return page.get(f"[...document.querySelectorAll('.sample')].map(c => {tokens})")
+
+    green, red = "rgba(34, 160, 107, 0.6)", "rgba(209, 73, 91, 0.3)"
+    assert sorted(shades("advantage")) == sorted([[green, green, ""], [red, red, ""]] * 4)
+    assert shades("difference") == [["rgba(59, 130, 246, 0)", "rgba(232, 121, 58, 0.6)", ""]] * 8
+    assert shades("none") == [["", "", ""]] * 8
+    for width, dark in ((1600, False), (380, True)):
+        page.resize(width, 900, dark=dark)
+        page.wait("document.querySelectorAll('#charts svg text').length > 8")
+        assert page.get("document.documentElement.scrollWidth") <= width
+    page.get("document.getElementById('axis').value = 'minutes'; document.getElementById('axis').oninput()")
+    assert page.get(NUM_POINTS) == 8
+    assert "axis=minutes" in page.get("location.hash")
+    assert "both.html" in {url.rpartition("/")[2].partition("#")[0] for url in page.requests}
+    assert len(page.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["watch"], "watch needs the folder of a run, e.g. fsdptrain watch runs/Qwen3-4B-grpo"),
+        (["watch", "nowhere"], "nowhere is not a folder: pass the --output-dir of a run"),
+        (["watch", ".", "--port", "70000"], "--port must be 0 to 65535, got 70000"),
+        (["watch", ".", "--host", "x"], "unknown flag --host"),
+        (["report", "--html"], "report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo --html"),
+        (["report", "docs", "--html"], "docs has no metrics.jsonl with a step in it: pass the --output-dir of a run"),
+        (["report", "docs", "--html", "a", "b"], "--html takes one file, got a b: put the folders of runs before it"),
+        (["report", "docs", "--html", "--rollouts", "1:2"], "--rollouts has no effect with --html, which writes only"),
+    ],
+)
+def test_mistakes_are_one_line(argv: list[str], said: str, tmp_path: Path) -> None:
+    result = command.run(argv, tmp_path)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"fsdptrain: {said}")
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_logged_tokens_have_the_numbers_of_the_step(checkpoint: Path, tmp_path: Path, num_ranks: int) -> None:
+    """With two optimizer steps and two epochs: the trainer's logprobs are those of the policy before the first."""
+    flags = ["--output-dir", str(tmp_path / "run"), "--log-num-samples", "16", "--steps-per-rollout", "4"]
+    flags += ["--epochs-per-rollout", "2", "--lr", "0.05", "--no-export"]
+    argv = ["--hf-checkpoint", str(checkpoint), *command.UNEVALUATED, *flags]
+    result = command.run(argv, tmp_path / "log", num_ranks=num_ranks)
+    assert result.code == 0, result.err
+    rows = [row for row in rows_of(tmp_path / "run" / "samples.jsonl") if row["step"] == 2]
+    assert len(rows) == 16 // num_ranks
+    packed = [row for row in rows if "logprobs" in row]
+    assert len(packed) > 4
+    assert all("logprobs" in row for row in rows if row["advantage"])  # also of samples that the other rank trains on
+    for row in packed:
+        pairs = list(zip(row["rollout_logprobs"], row["logprobs"], strict=True))
+        assert 0 < len(pairs) == len(row["tokens"])
+        assert max(abs(a - b) for a, b in pairs) < 2e-4, json.dumps(row)
+    for prompt in {row["prompt"] for row in rows}:
+        group = [row for row in rows if row["prompt"] == prompt]
+        mean = sum(row["reward"] for row in group) / len(group)
+        assert all((row["advantage"] > 0) == (row["reward"] > mean + 1e-9) for row in group)
+        assert sum(row["advantage"] for row in group) == pytest.approx(0.0, abs=1e-3)

@@ -1,0 +1,187 @@
+"""What the page of a run gets: new rows only, bounded, from files that grow and are replaced; who may get it."""
+
+import base64
+import hashlib
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.loggers.jsonl import JsonlLogger
+from fsdptrain.loggers.run_info import RunInfo
+from fsdptrain.tools.watch.page import render
+from fsdptrain.tools.watch.run_data import MOST_POINTS, MOST_SAMPLES, RunData, thinned
+from fsdptrain.tools.watch.server import WatchServer
+from fsdptrain.tools.watch.tail import Tail
+
+
+def log_steps(folder, steps, *, resumed_step=None, value=0.0):
+    logger = JsonlLogger(RunInfo(folder, "p", "n", 10, resumed_step))
+    for step in steps:
+        logger.log({"reward/mean": value + step}, step)
+        logger.log_samples([{"set": "train", "response": f"{value} of {step}"}], step)
+        logger.log_timeline([{"stage": "train", "rollout": step, "begin": step + 0.25, "end": step + 0.75}], step)
+    logger.close()
+
+
+def payload(run, seen=""):
+    run.poll()
+    return run.payload(seen)
+
+
+def responses(found):
+    return [sample["response"] for sample in found["samples"]]
+
+
+def test_a_tail_reads_each_whole_line_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert tail.read() == (False, [])
+    with path.open("ab") as file:
+        for i, cut in ((1, 3), (2, 11), (3, 5)):
+            line = json.dumps({"step": i, "text": "é"}, ensure_ascii=False).encode() + b"\n"
+            file.write(line[:cut])
+            file.flush()
+            assert tail.read() == (False, [])
+            file.write(line[cut:])
+            file.flush()
+            assert tail.read() == (False, [{"step": i, "text": "é"}])
+    path.write_bytes(path.read_bytes() + b'\0\n[]\n{"x": 1}\n{"step": "4"}\n{"step": 5}\n')
+    assert tail.read() == (False, [{"step": 5}])
+
+
+def test_a_tail_of_a_large_file_begins_at_a_line_near_its_end(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f'{{"step": {i:5d}}}\n' for i in range(1000)))
+    found = Tail(path, most_bytes=100).read()[1]
+    assert [row["step"] for row in found] == [994, 995, 996, 997, 998, 999]
+
+
+def test_a_page_gets_what_is_new(tmp_path):
+    run = RunData(tmp_path, "a")
+    first = payload(run)
+    assert (first["step"], first["samples"], first["bars"]) == (None, [], [])
+    log_steps(tmp_path, [1, 2])
+    second = payload(run, first["cursor"])
+    assert second["curves"]["reward/mean"] == {"x": [1, 2], "y": [1, 2]}
+    assert responses(second) == ["0.0 of 1", "0.0 of 2"]
+    assert [bar[:4] for bar in second["bars"]] == [("train", 1, 0.0, 0.5), ("train", 2, 1.0, 1.5)]
+    assert payload(run, second["cursor"]) == {"cursor": second["cursor"]}
+    log_steps(tmp_path, [3], resumed_step=2)
+    third = payload(run, second["cursor"])
+    assert third["step"] == 3
+
+
+def test_a_resumed_run_replaces_what_the_page_has(tmp_path):
+    run = RunData(tmp_path, "a")
+    log_steps(tmp_path, [1, 2, 3, 4])
+    first = payload(run)
+    log_steps(tmp_path, [3], resumed_step=2, value=10.0)
+    second = payload(run, first["cursor"])
+    assert second["curves"]["reward/mean"] == {"x": [1, 2, 3], "y": [1, 2, 13]}
+    assert not second["keeps_samples"]
+    assert responses(second) == ["0.0 of 1", "0.0 of 2", "10.0 of 3"]
+
+
+@pytest.mark.parametrize("seen", ["", "x", "0", "0.1", "1.2.3", "0.0.-1", "0.0.²", "0.0." + "9" * 5000, "..", "\n"])
+def test_a_page_without_a_known_state_gets_everything(tmp_path, seen):
+    log_steps(tmp_path, [1, 2])
+    found = payload(RunData(tmp_path, "a"), seen)
+    assert found["keeps_samples"] or len(found["samples"]) == 2
+
+
+def test_a_long_run_sends_a_bounded_page(tmp_path):
+    rows = [{"step": i, "time": 1e9 + i, "reward/mean": float(i % 7), "optim/lr": 1e-6} for i in range(1, 20_001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sample = json.dumps({"step": 1, "set": "train", "response": "x" * 50_000})
+    (tmp_path / "samples.jsonl").write_text(f"{sample}\n" * 400)
+    found = payload(RunData(tmp_path, "a"))
+    assert len(found["samples"]) == MOST_SAMPLES
+    assert {len(curve["x"]) for curve in found["curves"].values()} == {MOST_POINTS}
+    assert (found["step"], found["pace"], found["curves"]["reward/mean"]["x"][-1]) == (20_000, 1.0, 20_000)
+    assert len(json.dumps(found)) < 4e6
+
+
+def test_a_thinned_curve_keeps_mean_and_extremes():
+    steps, values = [float(i) for i in range(1000)], [1.0 if i == 500 else 0.0 for i in range(1000)]
+    curve = thinned(steps, values, most=10)
+    assert curve["x"] == [99, 199, 299, 399, 499, 599, 699, 799, 899, 999]
+    assert (max(curve["high"]), max(curve["low"]), sum(curve["y"])) == (1, 0, 0.01)
+    assert thinned(steps[:10], values[:10], most=10) == {"x": list(range(10)), "y": [0] * 10}
+
+
+def test_the_page_allows_its_own_script_and_style_only():
+    page = render({"runs": [], "saved": 1.0, "x": "</script><!--<script>"})
+    script = page.html.rpartition("<script>")[2].partition("</script>")[0]
+    style = page.html.partition("<style>")[2].partition("</style>")[0]
+    for text in (script, style):
+        assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in page.policy
+    assert page.policy in page.html
+    assert "innerHTML" not in script
+    assert "http" not in script.replace("http://www.w3.org/2000/svg", "")
+    data = page.html.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(data)["x"] == "</script><!--<script>"
+    assert page.html.count("<!--") == 0
+
+
+@contextmanager
+def serving(folder) -> Iterator[WatchServer]:
+    with WatchServer([RunData(folder, "a")]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(server, path, *, method="GET", host=None, key=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    headers = {"Host": host or f"127.0.0.1:{server.server_port}"}
+    headers |= {"Authorization": f"Bearer {key}"} if key is not None else {}
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body, answer.headers
+
+
+def test_only_the_key_and_a_name_of_this_machine_open_the_page(tmp_path):
+    log_steps(tmp_path, [1])
+    (tmp_path / "secret").write_text("secret")
+    with serving(tmp_path) as server:
+        page, key = urlsplit(server.url), server.key
+        path = f"/?{page.query}"
+        assert page.hostname == "127.0.0.1"
+        status, body, headers = ask(server, path)
+        assert (status, b"fsdptrain" in body) == (200, True)
+        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        status, body, _ = ask(server, "/data?seen=", key=key)
+        assert status == 200
+        assert json.loads(body)["runs"][0]["step"] == 1
+        for host in ("localhost:9000", "localhost", "127.0.0.1"):  # a tunnel has a port of its own
+            assert ask(server, path, host=host)[0] == 200
+        for host in ("evil.example", f"evil.example:{page.port}", "127.0.0.1.evil.example", "0.0.0.0", "[::1]:1"):
+            assert ask(server, path, host=host)[0] == 403
+            assert ask(server, "/data", host=host, key=key)[0] == 403
+        for wrong in ("", "?key=", "?key=x", f"?key={key[:-1]}", "?key=%C3%A9"):
+            assert ask(server, f"/{wrong}")[0] == 403
+        assert [ask(server, "/data", key=wrong)[0] for wrong in (None, "", "x", key[:-1])] == [403] * 4
+        assert ask(server, f"/data?key={key}")[0] == 403
+        for other in ("/secret", "/../secret", "/metrics.jsonl", f"/{tmp_path}/secret", "/%2e%2e/secret"):
+            status, body, _ = ask(server, f"{other}?{page.query}", key=key)
+            assert (status, b"secret" in body) == (404, False)
+        for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
+            assert ask(server, path, method=method, key=key)[0] == 501
+
+
+def test_a_port_in_use_is_one_line(tmp_path):
+    with serving(tmp_path) as server, pytest.raises(ConfigError, match=r"^--port \d+ cannot be used: Address already"):
+        WatchServer([], server.server_port)

@@ -1,0 +1,61 @@
+"""Rows of logged samples: every token has its own text and numbers."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from fsdptrain.trainer.shown import MOST_TOKENS, Shown, as_row, token_texts
+from fsdptrain.types import Sample
+from tests.testing import tiny_tokenizer
+
+SAMPLE = Sample(
+    group_id="g",
+    token_ids=[10, 11, 12, 13, 14, 15],
+    loss_mask=[False, False, True, True, False, True],
+    rollout_logprobs=[0.0, 0.0, -1.0, -2.0, 0.0, -3.00004],
+)
+
+
+@pytest.mark.parametrize("text", ["plain", "é, 漢字 and 🙂!", "<|user|>x\n"])
+def test_texts_of_tokens_join_to_the_text(text):
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode(text)
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text
+
+
+def test_a_character_is_at_its_last_token_and_bytes_of_none_are_shown():
+    tokenizer = tiny_tokenizer()
+    smile = tokenizer.encode("🙂")
+    assert token_texts(tokenizer, smile) == ["", "", "", "🙂"]
+    assert token_texts(tokenizer, [*smile[:2], *tokenizer.encode("ab")]) == ["\ufffd", "\ufffd", "a", "b"]
+    assert token_texts(tokenizer, smile[:3])[-1] != ""
+
+
+def test_a_decoder_that_drops_the_first_space_keeps_those_between_words():
+    backend = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2, "<unk>": 3}, unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.decode([1]) == "cat"
+    assert token_texts(tokenizer, [0, 1, 2, 0]) == ["the", " cat", "s", " the"]
+
+
+def test_numbers_belong_to_the_token_that_they_describe():
+    """logprobs[t] of a pack describes token t + 1; tokens of an environment have no numbers."""
+    logprobs = [-9.0, -1.5, -2.5, -9.0, -3.5, 0.0]
+    row = as_row(Shown({"reward": 1.0}, SAMPLE), tiny_tokenizer(), trained=[logprobs, [0, 0.5, 0.5, 0.0, 0.5, 0.0]])
+    assert row["rollout_logprobs"] == [-1.0, -2.0, None, -3.0]
+    assert row["logprobs"] == [-1.5, -2.5, None, -3.5]
+    assert (row["advantage"], "advantages" in row) == (0.5, False)
+    row = as_row(Shown({}, SAMPLE), tiny_tokenizer(), trained=[logprobs, [0, 0.5, -0.5, 0.0, 0.6, 0.0]])
+    assert (row["advantage"], row["advantages"]) == (0.2, [0.5, -0.5, None, 0.6])
+
+
+def test_an_untrained_sample_has_what_the_engine_knows_and_a_long_one_is_cut():
+    row = as_row(Shown({"reward": None}, SAMPLE), tiny_tokenizer(), advantage=0.0)
+    assert {*row} == {"reward", "tokens", "rollout_logprobs", "advantage"}
+    count = MOST_TOKENS + 5
+    long = Sample("g", [10] * count, [False] + [True] * (count - 1), [-1.0] * count)
+    assert len(as_row(Shown({}, long), tiny_tokenizer())["tokens"]) == MOST_TOKENS
+    assert as_row(Shown({"x": 1}, Sample("g", [1], [False], [0.0])), tiny_tokenizer()) == {"x": 1}
