@@ -40,7 +40,8 @@ class WandbLogger:
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
         if samples:
             columns, rows = sample_table(samples)
-            table = self._table(columns=columns, data=rows, allow_mixed_types=True)  # labels may be numbers or text
+            options: dict[str, Any] = {"columns": columns, "data": rows, "allow_mixed_types": True}
+            table = self._table(**options)  # labels may be numbers or text
             self._run.log({f"samples/{samples[0].get('set', 'all')}": table, "step": step})
 
     def close(self) -> None:

@@ -136,7 +136,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     for end in range(1, len(ids) + 1):
         whole = start and not texts[-1].endswith(_BROKEN)
         before = ids[start - 1 : start] if whole else []  # some decoders drop the space of a first token
-        known = str(tokenizer.decode(before)) if before else ""
+        known = str(tokenizer.decode(list(before))) if before else ""
         text = str(tokenizer.decode([*before, *ids[start:end]]))[len(known) :]
         texts.append("")
         if text.endswith(_BROKEN) and end - start < _LONGEST_CHARACTER and end < len(ids):
