@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
