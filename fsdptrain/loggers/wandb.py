@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
@@ -39,8 +40,10 @@ class WandbLogger:
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
         if samples:
+            columns: list[Any]  # the types of wandb are narrower
             columns, rows = sample_table(samples)
-            table = self._table(columns=columns, data=rows, allow_mixed_types=True)  # labels may be numbers or text
+            data: list[Any] = list(rows)
+            table = self._table(columns=columns, data=data, allow_mixed_types=True)  # labels may be numbers or text
             self._run.log({f"samples/{samples[0].get('set', 'all')}": table, "step": step})
 
     def close(self) -> None:

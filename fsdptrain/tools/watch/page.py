@@ -19,7 +19,7 @@ class Page:
 
 def render(data: Mapping[str, Any] | None = None) -> Page:
     """Build the page. With `data`, it needs no server."""
-    folder = files(__package__) / "page"
+    folder = files("fsdptrain.tools.watch") / "page"
     template, style = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "style.css"))
     script = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
     policy = (
