@@ -40,9 +40,10 @@ class WandbLogger:
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
         if samples:
+            columns: list[Any]  # the types of wandb are narrower
             columns, rows = sample_table(samples)
-            options: dict[str, Any] = {"columns": columns, "data": rows, "allow_mixed_types": True}
-            table = self._table(**options)  # labels may be numbers or text
+            data: list[Any] = list(rows)
+            table = self._table(columns=columns, data=data, allow_mixed_types=True)  # labels may be numbers or text
             self._run.log({f"samples/{samples[0].get('set', 'all')}": table, "step": step})
 
     def close(self) -> None:

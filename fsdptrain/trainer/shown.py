@@ -129,7 +129,7 @@ def rows_without_training(shown: Sequence[Shown], tokenizer: PreTrainedTokenizer
     return [as_row(one, tokenizer) for one in shown] if dist.get_rank() == 0 else []
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """Decode tokens one by one. The text of a character of several tokens is at the last of them."""
     texts: list[str] = []
     start = 0  # the first token of a character

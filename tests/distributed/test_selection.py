@@ -187,7 +187,7 @@ def test_the_samples_do_not_depend_on_the_number_of_ranks(ranks, num_ranks: int,
         for part in parts:
             assert part["metrics"] == whole["metrics"]
             assert part["state"] == whole["state"]
-            assert all(row["reward"] in (0.0, 1.0) for row in part["shown"])
+            assert all(shown.row["reward"] in (0.0, 1.0) for shown in part["shown"])
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])

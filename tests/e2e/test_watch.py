@@ -175,7 +175,7 @@ def test_a_saved_page_compares_runs_and_colors_tokens(page: Browser, tmp_path: P
         page.wait("document.querySelectorAll('#charts svg text').length > 8")
         assert page.get("document.documentElement.scrollWidth") <= width
     page.get("document.getElementById('axis').value = 'minutes'; document.getElementById('axis').oninput()")
-    assert page.get(NUM_POINTS) == 8
+    page.wait(f"{NUM_POINTS} === 8")  # charts are filled in the next frame
     assert "axis=minutes" in page.get("location.hash")
     assert "both.html" in {url.rpartition("/")[2].partition("#")[0] for url in page.requests}
     assert len(page.requests) == 1
