@@ -160,11 +160,11 @@ def train_counted(checkpoint: str, directory: str) -> list[int]:
         counted[0] += 1
         swap(bank, model)
 
-    def noting(loop: TrainingLoop, steps: list[StepBatches]) -> list[dict[str, float]]:
+    def noting(loop: TrainingLoop, steps: list[StepBatches], *shown: object) -> list[dict[str, float]]:
         assert len(steps) == 4
         assert sum(len(step.packs) for step in steps) > 4
         swaps.append(counted[0])
-        return optimize(loop, steps)
+        return optimize(loop, steps, *shown)
 
     ReferenceBank._swap, TrainingLoop._optimize = counting, noting  # type: ignore[method-assign]
     values = {"num_rollout": 2, "steps_per_rollout": 4, "epochs_per_rollout": 2, "keep_last": 0, "export": False}

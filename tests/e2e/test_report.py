@@ -45,8 +45,8 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
         (["report", "a", "--rollouts", "²:³"], "--rollouts must be FIRST:LAST, got '²:³'"),
         (["report", "nowhere"], "nowhere has no metrics.jsonl with a step in it: pass the --output-dir of a run"),
         (
-            ["train", "--lr", "1e-5"],
-            "'train' is not a command: it is fsdptrain inspect, fsdptrain plan, fsdptrain export, fsdptrain report,",
+            ["trian", "--lr", "1e-5"],
+            "'trian' is not a command: it is fsdptrain train, fsdptrain demo, fsdptrain recipes, fsdptrain inspect,",
         ),
     ],
 )
