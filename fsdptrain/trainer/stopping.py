@@ -34,6 +34,7 @@ class StopRequest:
         self._before: Mapping[int, Any] = {}
 
     def __enter__(self) -> Self:
+        self.reason, self.signal = "", None
         if threading.current_thread() is threading.main_thread():
             handled = [signal.SIGINT, *([] if has_fsdptrain_launcher() else [signal.SIGTERM])]
             heeded = [number for number in handled if signal.getsignal(number) != signal.SIG_IGN]
