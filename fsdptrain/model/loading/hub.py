@@ -31,7 +31,7 @@ def download(name: str, patterns: list[str], *, local_files_only: bool = False) 
             name, allow_patterns=patterns, ignore_patterns=NOT_HUB_FILES, local_files_only=local_files_only
         )
     except HFValidationError:
-        reason = "and can be no name in the hub: is it misspelt?"
+        reason = "and no name on the Hub (owner/model): is it misspelt, or not written yet?"
     except GatedRepoError:
         reason = "and the hub gives it to those only who accept its terms: do so on its page, then `hf auth login`"
     except RepositoryNotFoundError:
