@@ -62,7 +62,8 @@ def _check_model_folder(config: Config) -> bool:
         return True
     if name.startswith((".", "~")) or name.count("/") > 1:
         raise CheckpointError(
-            f"--hf-checkpoint {name} is not a local folder, and no name on the Hub (owner/model): is it misspelt, or not written yet?"
+            f"--hf-checkpoint {name} is not a local folder, and no name on the Hub (owner/model): is it misspelt, or "
+            "not written yet?"
         )
     return False
 
