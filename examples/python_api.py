@@ -1,20 +1,28 @@
 """Train from Python: a reward function, data, a callback, and the result.
 
-python examples/python_api.py Qwen/Qwen3-0.6B runs/python_api
+    fsdptrain demo                                                           # makes a tiny model, on a CPU
+    python examples/python_api.py runs/quickstart/sft/hf runs/python_api     # half a minute
+    python examples/python_api.py Qwen/Qwen3-0.6B runs/python_api            # on a GPU
 
 Keyword arguments of `Config` are the flags of the command line, with underscores.
 """
 
 import sys
 
+import torch
+
 from fsdptrain import Callback, Config, Trainer
 
-ROWS = [{"prompt": f"Name a fruit that begins with the letter {letter}.", "label": letter} for letter in "abcdefgklmop"]
+WORDS = ["planet", "garden", "winter", "silver", "candle", "forest", "bridge", "rocket", "market", "island", "summer"]
+ROWS = [
+    {"prompt": f"Spell this word backward (example: sun -> nus): {word}", "label": word[::-1]}
+    for word in [*WORDS, *(word[:4] for word in WORDS), *(word[1:] for word in WORDS)]
+]
 
 
-def first_letter(prompt, response: str) -> float:
-    """Reward of one response: its first letter is the wanted one, and it is short."""
-    return float(response.strip().lower().startswith(prompt.label)) - 0.001 * len(response)
+def spelled(prompt, response: str) -> float:
+    """Reward of one response: 1 if it ends with the wanted word, in a tag or not."""
+    return float(response.strip().removesuffix("</answer>").strip().endswith(prompt.label))
 
 
 class StopWhenGood(Callback):
@@ -27,13 +35,15 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
     config = Config(
         hf_checkpoint=hf_checkpoint,
         output_dir=output_dir,
-        **{"num_rollout": 20, "rollout_batch_size": 8, "rollout_max_response_len": 64, "eval_size": 2, **flags},
+        bf16=bool(flags.pop("bf16", torch.accelerator.is_available())),  # slow on most CPUs
+        **{"num_rollout": 20, "rollout_batch_size": 16, "rollout_max_response_len": 64, "eval_size": 8, **flags},
     )
     print(config)  # what differs from the defaults
-    with Trainer(config, reward=first_letter, dataset=ROWS, callbacks=[StopWhenGood()]) as trainer:
-        print("before:", trainer.generate("Name a fruit that begins with the letter b.")[0])
+    question = ROWS[0]["prompt"]
+    with Trainer(config, reward=spelled, dataset=ROWS, callbacks=[StopWhenGood()]) as trainer:
+        print("before:", trainer.generate(question, num_samples=4))
         result = trainer.fit()
-        print("after:", trainer.generate("Name a fruit that begins with the letter b.")[0])
+        print("after:", trainer.generate(question, num_samples=4))
     print(result)
     print(result.history[["reward/mean", "completion/length_mean"]])  # a pandas table, one row per step
     print(result.evaluation)

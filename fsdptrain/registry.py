@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -80,7 +81,8 @@ def given_objects(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def path_of(given: Any) -> str:
-    """Return `module:name` of a function or a class; of another object, that of its class."""
+    """Return `module:name` of a function or a class; of a partial, that of its function; else that of its class."""
+    given = given.func if isinstance(given, partial) else given
     named = given if hasattr(given, "__qualname__") else type(given)
     return f"{named.__module__}:{named.__qualname__}"
 

@@ -33,6 +33,7 @@ class Failure:
     exit_code: int  # 2 for an FsdptrainError, 1 for a bug
     is_consequence: bool = False  # consequence of another rank's failure
     restartable: bool = True  # may not recur after a restart
+    is_reported: bool = True  # by the rank itself
 
 
 def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False) -> Failure:
@@ -111,7 +112,7 @@ def _ranked(rank: int, found: ProcessFailure) -> tuple[int, float, Failure]:
 
 def _without_error_file(rank: int, code: int) -> Failure:
     if code >= 0:
-        return Failure(0.0, f"rank {rank} exited with code {code} without an error message", exit_code=code)
+        return Failure(0.0, f"rank {rank} exited with code {code} without an error message", code, is_reported=False)
     name = signal.Signals(-code).name
     hint = "; the host may be out of memory: see dmesg, use fewer --nproc-per-node" if name == "SIGKILL" else ""
-    return Failure(0.0, f"rank {rank} was killed by {name}{hint}", exit_code=2)
+    return Failure(0.0, f"rank {rank} was killed by {name}{hint}", 2, is_reported=False)

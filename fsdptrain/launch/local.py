@@ -38,7 +38,7 @@ def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str 
             failure = _run_attempts(command, logs, nproc, launch.max_restarts, stop)
     except SignalException as error:
         return 128 + (stop.signal or int(error.sigval))
-    if stop.signal is not None and (failure is None or failure.exit_code == 128 + signal.SIGINT):
+    if stop.signal is not None and (failure is None or not failure.is_reported):
         return 128 + stop.signal
     if failure is None:
         return 0

@@ -15,6 +15,8 @@ def exit_with_parent() -> None:
     if RUN_ID not in os.environ or sys.platform != "linux":
         return
     agent = int(os.environ.get(LAUNCHER_PID, os.getppid()))
+    if LAUNCHER_PID in os.environ:  # which sends SIGINT, also if it runs in the background, where SIGINT is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != agent:  # the agent died before the prctl call
         sys.exit(1)

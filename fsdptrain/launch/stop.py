@@ -26,6 +26,7 @@ class ForwardStop:
         self._grace_period = grace_period
         self._since = 0.0
         self._timer: threading.Timer | None = None
+        self._is_over = False  # the grace period
         self._before: Mapping[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -41,7 +42,7 @@ class ForwardStop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.signal is not None and time.monotonic() - self._since < SAME_REQUEST_S:
+        if self.signal is not None and not self._is_over and time.monotonic() - self._since < SAME_REQUEST_S:
             return
         ranks = psutil.Process().children()
         if self.signal is not None or not ranks:
@@ -54,6 +55,10 @@ class ForwardStop:
             except psutil.NoSuchProcess:  # it has just ended, on which the agent acts
                 continue
         if number == signal.SIGTERM:
-            self._timer = threading.Timer(self._grace_period, os.kill, (os.getpid(), signal.SIGTERM))
+            self._timer = threading.Timer(self._grace_period, self._end)
             self._timer.daemon = True
             self._timer.start()
+
+    def _end(self) -> None:
+        self._is_over = True
+        os.kill(os.getpid(), signal.SIGTERM)  # the main thread raises

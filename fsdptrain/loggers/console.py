@@ -118,7 +118,7 @@ def header(info: RunInfo) -> str:
     lines = [f"fsdptrain {__version__}  {info.run_name}"]
     if info.config is not None:
         lines += _facts(info.config)
-    if info.resumed_step is not None and info.resumed_step >= info.total_steps:
+    if info.resumed_step is not None and 0 < info.total_steps <= info.resumed_step:
         lines.append(
             f"  this run is complete, step {info.resumed_step} of {info.total_steps}; raise --num-rollout to continue"
         )

@@ -25,6 +25,8 @@ def generate_texts(
     """Generate `num_samples` texts per prompt. Each rank generates for its share of the prompts. Collective."""
     config, engine = components.config, components.engine
     assert engine is not None
+    if num_samples < 1:
+        raise ConfigError(f"generate(num_samples={num_samples}) must be 1 or more")
     with raise_on_all_ranks(ConfigError, "generate"):
         sampling = SamplingParams(
             num_samples=num_samples,

@@ -44,6 +44,7 @@ class TrainingLoop:
         config = components.config
         self.step = 0  # rollouts that were trained on; also the version of the policy
         self.stopped = ""  # why the run has ended early
+        self.stop_signal: int | None = None  # which signal has ended it
         self.exported: Path | None = None
         self._trainer = trainer  # for callbacks
         self._stop = stop
@@ -107,9 +108,9 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train until --num-rollout, or until a request to stop, which `stopped` then tells."""
-        self.stopped = ""
+        self.stopped, self.stop_signal = "", None
         self._folder.write_config(self._config)
-        if self.step >= self._config.run.num_rollout:
+        if 0 < self._config.run.num_rollout <= self.step:
             log.info("nothing to train: step %d of --num-rollout %d", self.step, self._config.run.num_rollout)
         self._push_weights()
         self._start_rollouts()
@@ -121,7 +122,8 @@ class TrainingLoop:
                     self._train_on_rollout()
                 self._require_an_update()
                 self._checkpoints.check()
-                if self._evaluation_is_due and not self._must_stop():
+                is_last = self.step == self._config.run.num_rollout
+                if self._evaluation_is_due and (is_last or not self._must_stop()):
                     self._evaluate()
                 if self._checkpoint_is_due:
                     self._save()
@@ -155,7 +157,7 @@ class TrainingLoop:
 
     def _must_stop(self) -> bool:
         if not self.stopped and self._stop.on_any_rank():
-            self.stopped = self._stop.reason or "another rank"
+            self.stopped, self.stop_signal = self._stop.first_of_ranks()
         return bool(self.stopped)
 
     def _save_early(self) -> None:

@@ -33,14 +33,14 @@ class RunResult(Mapping[str, float]):
     """Number of the signal that ended the run early."""
 
     @classmethod
-    def of(cls, loop: "TrainingLoop", *, stop_signal: int | None) -> Self:
+    def of(cls, loop: "TrainingLoop") -> Self:
         return cls(
             step=loop.step,
             folder=loop.folder,
             model=loop.exported,
             stopped=loop.stopped,
-            metrics=loop.metrics,
-            stop_signal=stop_signal,
+            metrics=dict(loop.metrics),
+            stop_signal=loop.stop_signal,
         )
 
     @property

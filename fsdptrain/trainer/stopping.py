@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from fsdptrain.distributed import any_rank
+from fsdptrain.distributed import any_rank, gather
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.rank_variables import has_fsdptrain_launcher
 
@@ -32,12 +32,15 @@ class StopRequest:
         self._since = 0.0
         self._timer: threading.Timer | None = None
         self._before: Mapping[int, Any] = {}
+        self._parent = 0
 
     def __enter__(self) -> Self:
-        self.reason, self.signal = "", None
+        self.reason, self.signal, self._parent = "", None, os.getppid()
         if threading.current_thread() is threading.main_thread():
-            handled = [signal.SIGINT, *([] if has_fsdptrain_launcher() else [signal.SIGTERM])]
-            heeded = [number for number in handled if signal.getsignal(number) != signal.SIG_IGN]
+            # its launcher sends SIGINT to a rank, which a run in the background inherits as ignored
+            launched = has_fsdptrain_launcher()
+            handled = [signal.SIGINT] if launched else [signal.SIGINT, signal.SIGTERM]
+            heeded = [number for number in handled if launched or signal.getsignal(number) != signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._handle) for number in heeded}
         return self
 
@@ -61,8 +64,16 @@ class StopRequest:
         """Return whether any rank was asked to stop. Collective."""
         return any_rank(bool(self.reason))
 
+    def first_of_ranks(self) -> tuple[str, int | None]:
+        """Return reason and signal of the first rank that was asked to stop. Collective."""
+        return next(request for request in gather((self.reason, self.signal)) if request[0])
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if (
+            number == signal.SIGTERM and os.getppid() != self._parent
+        ):  # torchrun's agent has died: see `exit_with_parent`
+            os._exit(128 + number)
         if self.signal is not None and time.monotonic() - self._since > SAME_REQUEST_S:
             raise KeyboardInterrupt
         if self.signal is None:

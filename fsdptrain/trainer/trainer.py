@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -113,13 +113,13 @@ class Trainer:
             if self._loop is None:
                 stack.push(self.__exit__)
             loop = self._opened()
-            with self._stop:
+            with self._stop if self.config.run.num_rollout else nullcontext():  # an evaluation ends at once
                 loop.run()
             if self.config.run.push_to_hub is not None and not loop.stopped and dist.get_rank() == 0:
                 from fsdptrain.trainer.hub import push
 
                 push(self.config, loop.folder)
-            return RunResult.of(loop, stop_signal=self._stop.signal if loop.stopped else None)
+            return RunResult.of(loop)
 
     @property
     def model(self) -> nn.Module:
@@ -189,23 +189,26 @@ class Trainer:
         """Open the process group, the folder, the data, the model and the engine; close them on exit. Collective."""
         if not dist.is_initialized():  # else `fsdptrain.launch` has checked
             check_own_launch(self.config)
-        with platform.process_group(self.config.launch.dist_timeout), registry.given_objects(self._objects):
+        with platform.process_group(self.config.launch.dist_timeout):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)
             for line in across_nodes(self.config, local_world_size) if dist.get_rank() == 0 else ():
                 log.warning("%s", line)
             platform.seed_everything(self.config.run.seed + dist.get_rank())
             platform.set_deterministic(self.config.model.deterministic_mode)
-            with lock_folder(self.config):
+            with lock_folder(self.config), ExitStack() as stack:
                 folder = open_folder(self.config)
                 if self.config.run.push_to_hub is not None:
                     from fsdptrain.trainer.hub import open_repository
 
                     open_repository(self.config)
-                with build_components(
-                    self.config, folder, reward=self._reward, dataset=self._rows[0], eval_dataset=self._rows[1]
-                ) as components:
-                    yield TrainingLoop(folder, components, trainer=self, stop=self._stop)
+                with registry.given_objects(self._objects):
+                    components = stack.enter_context(
+                        build_components(
+                            self.config, folder, reward=self._reward, dataset=self._rows[0], eval_dataset=self._rows[1]
+                        )
+                    )
+                yield TrainingLoop(folder, components, trainer=self, stop=self._stop)
 
 
 def _constructor(given: Any, methods: Sequence[str]) -> Any:
@@ -233,7 +236,12 @@ def _naming(config: Config, given: Mapping[str, Any]) -> Config:
             argument = {"advantage_estimator": "advantage", "rollout_engine": "engine"}.get(flat, flat)
             flag = all_keys()[flat].flag
             raise ConfigError(f"{flag} {config.value(flat)} and Trainer({argument}=...) are both given: choose one")
-    values: dict[str, Any] = config.changed_values | {flat: registry.path_of(found) for flat, found in given.items()}
+    paths = {flat: registry.path_of(found) for flat, found in given.items()}
+    by_path = {path: given[flat] for flat, path in paths.items()}
+    for flat, path in paths.items():
+        if by_path[path] is not given[flat]:
+            raise ConfigError(f"Trainer(...) got two objects named {path}: give each a function with a name of its own")
+    values: dict[str, Any] = config.given_values | paths
     return Config(**values)
 
 

@@ -189,6 +189,19 @@ def test_an_argument_that_contradicts_the_configuration_is_refused(checkpoint, t
         Trainer(config(checkpoint, tmp_path, **values), dataset=ROWS, **arguments)
 
 
+def test_two_objects_of_one_name_are_refused(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"two objects named tests\.e2e\.test_python_api:.*<lambda>"):
+        Trainer(config(checkpoint, tmp_path), loss=lambda *a: None, advantage=lambda *a: None)  # type: ignore[arg-type]
+
+
+def test_options_that_are_set_stay_set_beside_an_object(checkpoint, tmp_path):
+    given = config(checkpoint, tmp_path, max_tokens_per_gpu=8192, offload_optimizer=False, algorithm="dapo")
+    named = Trainer(given, dataset=ROWS, loss=grpo_again).config
+    assert {"max_tokens_per_gpu", "offload_optimizer", "algorithm"} <= named.given_values.keys()
+    assert named.algorithm.loss == "tests.e2e.test_python_api:grpo_again"
+    assert named.selection.dynamic_sampling == given.selection.dynamic_sampling
+
+
 def test_what_an_open_run_lacks_is_told(checkpoint, tmp_path):
     rows = [{"prompt": "a", "completion": "b"}] * 16
     with Trainer(config(checkpoint, tmp_path, algorithm="sft", eval_interval=0), dataset=rows) as trainer:

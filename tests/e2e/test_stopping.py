@@ -9,6 +9,11 @@ import pytest
 from tests.e2e import command
 from tests.e2e.test_launch import finish, start
 
+IN_BACKGROUND = [  # as after `&` in a script
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "os.execv(sys.executable, [sys.executable, '-m', 'fsdptrain', *sys.argv[1:]])",
+]
 SLOW = ["--reward", "tests.e2e.rewards:half_a_second", "--reward-workers", "0"]
 
 
@@ -46,7 +51,13 @@ def stopped_by(signum: int, checkpoint: Path, folder: Path, launch: list[str], *
     ("signum", "code", "launch", "more"),
     [
         pytest.param(signal.SIGINT, 130, ["-m", "fsdptrain"], [], id="Ctrl-C"),
-        pytest.param(signal.SIGTERM, 143, ["-m", "fsdptrain"], ["--nproc-per-node", "2"], id="SIGTERM to the launcher"),
+        pytest.param(
+            signal.SIGTERM,
+            143,
+            IN_BACKGROUND,
+            ["--nproc-per-node", "2"],
+            id="SIGTERM to the launcher in the background",
+        ),
         pytest.param(
             signal.SIGTERM,
             1,  # of torchrun
@@ -106,3 +117,24 @@ def test_a_step_longer_than_the_grace_period_is_given_up(checkpoint, tmp_path):
     assert code == 143
     assert "fsdptrain: the step was not finished within --grace-period 0.1 s after SIGTERM: ends" in err
     assert not (folder / "checkpoints").exists()
+
+
+def test_the_launcher_ends_ranks_after_any_grace_period(tmp_path):
+    """Also after one that is shorter than the time in which signals count as one; SIGINT may be ignored."""
+    program = (
+        "import signal, subprocess, sys, time\n"
+        "from fsdptrain.launch.stop import ForwardStop, SignalException\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "with ForwardStop(grace_period=0.2) as stop:\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "        time.sleep(30)\n"
+        "    except SignalException:\n"
+        "        child.kill()\n"
+        "        sys.exit(7)\n"
+    )
+    begin = time.monotonic()
+    code, _, err = finish(start("-c", program))
+    assert code == 7, err
+    assert time.monotonic() - begin < 25
