@@ -36,6 +36,7 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
         hf_checkpoint=hf_checkpoint,
         output_dir=output_dir,
         bf16=bool(flags.pop("bf16", torch.accelerator.is_available())),  # slow on most CPUs
+        lr=2e-4 if "quickstart" in hf_checkpoint else 1e-6,  # a tiny model needs more
         **{"num_rollout": 20, "rollout_batch_size": 16, "rollout_max_response_len": 64, "eval_size": 8, **flags},
     )
     print(config)  # what differs from the defaults
@@ -44,9 +45,9 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
         print("before:", trainer.generate(question, num_samples=4))
         result = trainer.fit()
         print("after:", trainer.generate(question, num_samples=4))
+        print("held out:", trainer.evaluate())  # `result.evaluation` is older if the run was stopped early
     print(result)
     print(result.history[["reward/mean", "completion/length_mean"]])  # a pandas table, one row per step
-    print(result.evaluation)
 
 
 if __name__ == "__main__":

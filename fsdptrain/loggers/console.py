@@ -122,7 +122,7 @@ def header(info: RunInfo) -> str:
         lines.append(
             f"  this run is complete, step {info.resumed_step} of {info.total_steps}; raise --num-rollout to continue"
         )
-    elif info.resumed_step is not None:
+    elif info.resumed_step is not None and info.total_steps:
         lines.append(f"  resumes after step {info.resumed_step} of {info.total_steps}")
     return "\n".join(lines)
 

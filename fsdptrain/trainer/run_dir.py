@@ -106,7 +106,7 @@ def _tell_changes(config: Config, checkpoint: Path, step: int) -> None:
             f"{checkpoint} is the end of a run of {step} rollouts, so {learned[0]} would have no effect: "
             "choose another --output-dir, or a larger --num-rollout to go on"
         )
-    if any(changes.values()):
+    if any(changes.values()) and config.run.num_rollout:  # an evaluation has other options on purpose
         log.warning("resumes after step %d with %s", step, ", ".join(chain(*changes.values())))
 
 
