@@ -26,5 +26,6 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
+        importlib.import_module("fsdptrain.quiet").silence_libraries()  # before torch and transformers are imported
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'fsdptrain' has no attribute {name!r}")
