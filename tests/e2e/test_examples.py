@@ -62,8 +62,7 @@ def test_own_data_and_prompt_data_exclude_each_other() -> None:
 @pytest.mark.parametrize("example", [custom_reward, python_api])
 def test_an_example_without_arguments_says_how_to_call_it(example: Any) -> None:
     done = subprocess.run([sys.executable, example.__file__], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1
-    assert done.stderr.endswith(f"usage: python {example.__file__} MODEL OUTPUT_DIR\n")
+    assert (done.returncode, done.stderr) == (1, f"usage: python {example.__file__} MODEL OUTPUT_DIR\n")
 
 
 @pytest.mark.parametrize(("example", "num_held_out"), [(guess_number, 0), (code, 64), (judge, 44)])
