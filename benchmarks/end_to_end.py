@@ -127,7 +127,7 @@ def run_ours(config: Config, start: Path, args: argparse.Namespace) -> list[dict
     from fsdptrain.trainer import loop as training
     from fsdptrain.trainer.samples import single_turn as experience
 
-    _, held_out = build_data(config, AutoTokenizer.from_pretrained(start), None, None)
+    held_out = build_data(config, AutoTokenizer.from_pretrained(start), None, None).prompts
     judge = Judge(config, start, held_out)
     loop: Any = training.TrainingLoop
     run, rollout = loop.run, loop._train_on_rollout
@@ -158,11 +158,11 @@ def run_trl(config: Config, start: Path, args: argparse.Namespace) -> list[dict[
     from datasets import Dataset
 
     tokenizer = AutoTokenizer.from_pretrained(start)
-    stream, held_out = build_data(config, tokenizer, None, None)
+    data = build_data(config, tokenizer, None, None)
     size, group = config.rollout.batch_size, config.algorithm.n_samples_per_prompt
-    prompts = [prompt for _ in range(args.rollouts) for prompt in stream.next(size)]
+    prompts = [prompt for _ in range(args.rollouts) for prompt in data.stream.next(size)]
     assert all(tokenizer(p.text, add_special_tokens=False)["input_ids"] == p.token_ids for p in prompts)
-    judge = Judge(config, start, held_out)
+    judge = Judge(config, start, data.prompts)
 
     def reward(completions: list[str], number: list[int], **_: Any) -> list[float]:
         return [reasoning_gym_strict(prompts[i], text) for i, text in zip(number, completions, strict=True)]
