@@ -82,7 +82,7 @@ def _image_key(config: Config) -> str | None:
 
 
 def _first_row(path: Path, *, with_values: bool) -> Mapping[str, Any] | None:
-    """Return the first row of a file, with None in columns that only later rows have. None: not readable here.
+    """Return a row with the columns of a file, the first one where it is read. None: not readable here.
 
     with_values: return None for formats whose values would need a slow import, instead of a row of names.
     """
@@ -110,7 +110,10 @@ def _parquet_columns(path: Path) -> Mapping[str, Any] | None:
     import pyarrow  # lazy: takes 0.3 s
     import pyarrow.parquet
 
+    def empty(kind: pyarrow.DataType) -> Any:  # in the place of a value; of a struct, which `column.key` may name
+        return {field.name: empty(field.type) for field in kind} if pyarrow.types.is_struct(kind) else ""
+
     try:
-        return dict.fromkeys(pyarrow.parquet.read_schema(path).names)
+        return {field.name: empty(field.type) for field in pyarrow.parquet.read_schema(path)}
     except (OSError, pyarrow.ArrowException):
         return None

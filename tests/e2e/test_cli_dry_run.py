@@ -1,5 +1,6 @@
 """The real command in a process of its own: quick, quiet, and honest about every mistake."""
 
+import json
 import os
 import re
 import shutil
@@ -154,6 +155,20 @@ def test_a_dry_run_finds_what_would_end_the_run(flags, message, tmp_path):
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert message in done.stderr
         assert done.stderr.count("\n") == 1
+
+
+def test_a_key_in_a_column_of_mappings_is_a_column(tmp_path):
+    rows = [{"prompt": "a", "answer": {"value": "2", "parts": {"unit": "m"}}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    for name in ("rows.parquet", "rows.jsonl"):
+        known, unknown = (
+            fsdptrain(*MODEL, "--prompt-data", name, "--label-key", f"answer.{key}", "--dry-run", cwd=tmp_path)
+            for key in ("parts.unit", "unit")
+        )
+        assert known.returncode == 0, known.stderr
+        assert (unknown.returncode, unknown.stderr.count("\n")) == (2, 1)
+        assert "--label-key 'answer.unit' is not a column" in unknown.stderr
 
 
 def test_a_column_that_only_later_rows_have_is_a_column(tmp_path):
