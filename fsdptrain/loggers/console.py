@@ -60,21 +60,20 @@ class ConsoleLogger:
             latest = {label: values[-1] for label, values in self._history.items()}
             self._bar.update(self._task, completed=step, line=f"{self._eta(step)}  {metrics_line(latest)}".strip())
         elif shown and self._due(step, metrics):
-            width = len(str(self._info.total_steps))
-            self._print(
-                f"step {step:>{width}}/{self._info.total_steps}  {metrics_line(shown)}  {self._eta(step)}".rstrip()
-            )
+            total = self._info.total_steps
+            count = f"step {step:>{len(str(total))}}/{total}  " if total else ""  # else only an evaluation
+            self._print(f"{count}{metrics_line(shown)}  {self._eta(step)}".rstrip())
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
         """Print the first samples of an evaluation. samples.jsonl contains all of them."""
         for sample in [sample for sample in samples if sample.get("set") != "train"][:_SHOWN_SAMPLES]:
             width = self._console.width if self._console.is_terminal else _LONGEST_TEXT
-            self._console.print(sample_lines(sample, step, width=width))
+            self._console.print(sample_lines(sample, step, width=width), soft_wrap=True)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if any(self._history.values()):
+        if any(self._history.values()) and self._info.total_steps:
             self._console.print(summary(self._history))
         end = f"{duration(self._clock() - self._started)}, written to {self._info.output_dir}"
         if self._last_step >= self._info.total_steps:
@@ -100,13 +99,13 @@ class ConsoleLogger:
         return True
 
     def _eta(self, step: int) -> str:
-        """Estimate the remaining time from the average pace, without the start of the run where possible."""
+        """Estimate the remaining time from the average pace since the first step, which has the start of the run."""
         now, left = self._clock(), self._info.total_steps - step
         if step > self._first_step and self._pace_from is None:
             self._pace_from = (step, now)
-        if self._pace_from is None or left <= 0:
+        if self._pace_from is None or step == self._pace_from[0] or left <= 0:
             return ""
-        since, begin = self._pace_from if step > self._pace_from[0] else (self._first_step, self._started)
+        since, begin = self._pace_from
         return f"ETA {duration((now - begin) / (step - since) * left)}"
 
     def _print(self, text: str) -> None:
@@ -135,8 +134,11 @@ def _facts(config: Config) -> list[str]:
         else f"{config.rollout.batch_size} prompts x {config.algorithm.n_samples_per_prompt} samples a rollout, "
         f"{config.steps_per_rollout} optimizer step{'s' if config.steps_per_rollout > 1 else ''} on each"
     )
+    subject = f"{config.model.hf_checkpoint} ({config.compute_dtype_name}) on {config.data.data_name}"
+    if not config.run.num_rollout:
+        return [f"  evaluation of {subject}"]
     return [
-        f"  {algorithm} of {config.model.hf_checkpoint} ({config.compute_dtype_name}) on {config.data.data_name}",
+        f"  {algorithm} of {subject}",
         f"  {config.run.num_rollout} x {size}, lr {config.optim.lr:g} {config.optim.lr_decay_style}",
     ]
 

@@ -64,7 +64,7 @@ def stopped_by(
         pytest.param(
             signal.SIGTERM,
             1,  # of torchrun
-            ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fsdptrain"],
+            ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--shutdown-timeout", "150", "-m", "fsdptrain"],
             [],
             id="SIGTERM to torchrun",
             marks=pytest.mark.matrix,
