@@ -73,7 +73,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
     with named_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, failure):
         tensors = optimizer.tensors()
         load_tensors(directory / WEIGHTS, weights, masters.take)
-        for moment in MOMENTS:
+        for moment in MOMENTS if tensors else ():  # an export has an optimizer without state
             moments = {name.removesuffix(f".{moment}"): t for name, t in tensors.items() if name.endswith(f".{moment}")}
             load_tensors(directory / moment, weights, partial(masters.take, into=moments), only_parameters=True)
         for name, tensor in tensors.items():

@@ -32,7 +32,7 @@ OPTIONS = {
     "a loss of one's own, groups that teach, epochs": [
         *TINY,
         *("--loss", "tests.e2e.losses:doubled", "--dynamic-sampling", "--epochs-per-rollout", "2"),
-        *("--entropy-coef", "0.01", "--clip-grad", "0.5", "--weight-decay", "0.1", "--lr-warmup-iters", "2"),
+        *("--entropy-coef", "0.01", "--deterministic-mode", "--clip-grad", "0.5", "--weight-decay", "0.1", "--lr-warmup-iters", "2"),
     ],
     "a reference that moves, in the reward": [
         *TINY,
@@ -42,7 +42,7 @@ OPTIONS = {
     "gspo, corrected, recomputed": [
         *TINY,
         *("--algorithm", "gspo", "--steps-per-rollout", "2", "--mismatch-correction", "tis"),
-        *("--gradient-checkpointing", "--deterministic-mode", "--logprob-chunk-size", "7", "--overlong-penalty", "1"),
+        *("--gradient-checkpointing", "--logprob-chunk-size", "7", "--overlong-penalty", "1"),
     ],
 }
 
