@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -36,25 +35,31 @@ from fsdptrain.protocols import (
     RewardFunction,
     RolloutEngine,
 )
-from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment
+from fsdptrain.rewards.build import WeightedSum, build_reward
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
-from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout import choose_engine, engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
 from fsdptrain.trainer.data import RunData, build_data, require_same_data
 from fsdptrain.trainer.memory import build_planner, choose_sizes, fit_memory, plan_memory, planned_memory
-from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
+from fsdptrain.trainer.rules import advantage_rule
 from fsdptrain.trainer.run_dir import RunFolder
-from fsdptrain.trainer.samples.background import Background, open_background
-from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
-from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
+from fsdptrain.trainer.samples.background import open_background
+from fsdptrain.trainer.samples.build import (
+    build_evaluation,
+    build_sampler,
+    build_source,
+    sample_builders,
+    supervised_evaluation,
+)
+from fsdptrain.trainer.samples.source import SampleSource
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.trainer.timeline import Timeline
 from fsdptrain.trainer.tokenizer import load_tokenizer
 from fsdptrain.trainer.waits import Waits, watched_waits
-from fsdptrain.types import Episode, Prompt, SamplingParams
+from fsdptrain.types import Episode
 
 if TYPE_CHECKING:
     from fsdptrain.trainer.evaluation import Evaluation
@@ -63,9 +68,6 @@ if TYPE_CHECKING:
     from fsdptrain.trainer.sft_evaluation import LossEvaluation
 
 log = logging.getLogger(__name__)
-
-# imported when a run has an agent
-AGENT_SAMPLER = registry.Table[Callable[..., Sampler]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
 
 
 @runtime_checkable
@@ -95,6 +97,21 @@ class Components:
     loggers: list[Logger]
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads before its model is loaded."""
+
+    config: Config  # how prompts are made: with the instructions of the environment
+    tokenizer: PreTrainedTokenizerBase
+    loss: Loss
+    reward: RewardFunction | WeightedSum
+    advantages: AdvantageRule
+    environment: "LoadedEnvironment | None"
+    data: RunData
+    builders: "Builders | None"  # of supervised samples
+    make_engine: Callable[..., RolloutEngine]
+
+
 @contextmanager
 def build_components(
     config: Config,
@@ -111,37 +128,20 @@ def build_components(
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
     # not the name in the hub: ranks would look it up once more, each alone
     planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
-    config = fit_memory(planner, config)
+    engine_name = choose_engine(config.rollout.engine, device_type=platform.device_type())
+    config = fit_memory(planner, config, engine=engine_name)
     features = load_features(config, checkpoint)
-    processor = features.prompt_processor
-    environment, instructed = load_environment(config)
-    is_sft = config.algorithm.algorithm == "sft"
-    with raise_on_all_ranks(DataError, "--prompt-data"):
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
-        if processor is not None and processor.chat_template is not None:
-            tokenizer.chat_template = processor.chat_template
-        instructed = without_thinking(instructed, tokenizer)
-        loss = registry.resolve(
-            config.algorithm.loss, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config")
-        )
-        reward_function = reward or build_reward(
-            config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
-        )
-        advantages = advantage_rule(config, reward_function)
-        data = build_data(instructed, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
-        builders = sample_builders(instructed, tokenizer, data) if is_sft else None
-        engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
-        make_engine = engine_factory(engine_name, device_type=platform.device_type())
+    inputs = read_inputs(config, checkpoint, features, engine_name, reward, dataset, eval_dataset)
+    data, tokenizer, environment = inputs.data, inputs.tokenizer, inputs.environment
     require_same_data(data.stream)
-    of_losses = supervised_evaluation(instructed, tokenizer, data) if data.supervised else None
-    generates = bool(data.prompts) or not is_sft
-    device = platform.local_device()
+    of_losses = supervised_evaluation(inputs.config, tokenizer, data) if data.supervised else None
+    generates = bool(data.prompts) or inputs.builders is None
     config = choose_sizes(planner, config)
     with ExitStack() as stack:
-        rewards = open_rewards(config, reward_function, data, environment, stack) if generates else None
+        rewards = open_rewards(config, inputs.reward, data, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
         backend = open_backend(config, features)
-        engine = open_engine(config, backend, make_engine, checkpoint) if generates else None
+        engine = open_engine(config, backend, inputs.make_engine, checkpoint) if generates else None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
         if engine is not None and rewards is not None:
@@ -149,29 +149,69 @@ def build_components(
             background = open_background(config, engine, stack, has_deadlines=is_agent)
             stack.callback(engine.close)
             weight_sync = build_weight_sync(config, engine, backend, tokenizer)
-            sampler = build_sampler(instructed, tokenizer, engine, rewards, environment)
+            sampler = build_sampler(inputs.config, tokenizer, engine, rewards, environment)
             if isinstance(sampler, Closing):
                 stack.callback(sampler.close)
             evaluation = build_evaluation(config, sampler, data.prompts)
         if of_losses is not None:
             evaluation = of_losses(config, backend, generation=evaluation)
+        made_by = sampler, inputs.advantages, timeline, background, features
         yield Components(
             config=config,
             tokenizer=tokenizer,
             prompts=data.stream.parts[0].data,
             backend=backend,
-            loss=loss,
-            advantages=advantages,
+            loss=inputs.loss,
+            advantages=inputs.advantages,
             engine=engine,
             weight_sync=weight_sync,
             waits=waits,
             stream=data.stream,
-            source=build_source(instructed, data.stream, builders, sampler, advantages, timeline, background, features),
+            source=build_source(inputs.config, data.stream, inputs.builders, *made_by),
             timeline=timeline,
             evaluation=evaluation,
-            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
+            speed=Speed.of(backend.model, platform.local_device(), backend.compute_dtype, copies=config.pack_copies),
             planned_memory=planned_memory(planner, config),
             loggers=loggers,
+        )
+
+
+def read_inputs(
+    config: Config,
+    checkpoint: Path,
+    features: Features,
+    engine_name: str,
+    reward: RewardFunction | None,
+    dataset: Sequence[Mapping[str, Any]] | None,
+    eval_dataset: Sequence[Mapping[str, Any]] | None,
+) -> Inputs:
+    """Load the environment, tokenizer and data, and resolve the functions that the options name. Collective."""
+    processor = features.prompt_processor
+    environment, config = load_environment(config)
+    with raise_on_all_ranks(DataError, "--prompt-data"):
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
+        if processor is not None and processor.chat_template is not None:
+            tokenizer.chat_template = processor.chat_template
+        config = without_thinking(config, tokenizer)
+        loss = registry.resolve(
+            config.algorithm.loss, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config")
+        )
+        reward_function = reward or build_reward(
+            config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
+        )
+        advantages = advantage_rule(config, reward_function)
+        data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
+        return Inputs(
+            config=config,
+            tokenizer=tokenizer,
+            loss=loss,
+            reward=reward_function,
+            advantages=advantages,
+            environment=environment,
+            data=data,
+            builders=sample_builders(config, tokenizer, data) if config.algorithm.algorithm == "sft" else None,
+            # only the hf engine accepts images
+            make_engine=engine_factory(engine_name if processor is None else "hf", device_type=platform.device_type()),
         )
 
 
@@ -302,117 +342,3 @@ def open_rewards(
     for line in lines:
         log.warning("%s", line)
     return rewards
-
-
-def build_sampler(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    engine: RolloutEngine,
-    reward: ParallelReward,
-    environment: "LoadedEnvironment | None",
-) -> Sampler:
-    """Build the sampler of single responses, or of episodes."""
-    if environment is None:
-        return SingleTurn(engine, reward, tokenizer)
-    from fsdptrain.trainer.samples.environment import Agent
-
-    if isinstance(environment.environment, Agent):
-        with raise_on_all_ranks(ConfigError, "--environment"):
-            return AGENT_SAMPLER["agent"](
-                config,
-                tokenizer,
-                engine=engine,
-                reward=reward,
-                agent=environment.environment,
-                reads_environment=reads_environment(reward.reward),
-            )
-    from fsdptrain.trainer.samples.multi_turn import build_multi_turn
-
-    return build_multi_turn(
-        config,
-        tokenizer,
-        engine=engine,
-        reward=reward,
-        environment=environment,
-        reads_environment=reads_environment(reward.reward),
-    )
-
-
-def build_evaluation(config: Config, sampler: Sampler, held_out: Sequence[Prompt]) -> "Evaluation | None":
-    if not held_out:
-        return None
-    from fsdptrain.trainer.evaluation import Evaluation
-
-    return Evaluation(config, sampler, own_share(held_out))
-
-
-def sample_builders(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> "Builders":
-    """Return the builders of supervised samples. Raises DataError if they can use none of the first rows."""
-    from fsdptrain.data.sft import SampleBuilder
-    from fsdptrain.trainer.samples.sft import check_first_rows
-
-    builders = {
-        name: SampleBuilder.of(config, part.data, tokenizer)
-        for name, part in zip(config.data.sources, data.stream.parts, strict=True)
-    }
-    if config.run.num_rollout:
-        for part, builder in zip(data.stream.parts, builders.values(), strict=True):
-            check_first_rows(part, builder)
-    return builders
-
-
-def supervised_evaluation(
-    config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData
-) -> "Callable[..., LossEvaluation]":
-    """Build the held-out samples. Returns the function that builds their evaluation. Collective."""
-    from fsdptrain.trainer.sft_evaluation import LossEvaluation, held_out_samples
-
-    return partial(LossEvaluation.of, data=data, samples=held_out_samples(config, tokenizer, data))
-
-
-def build_source(
-    config: Config,
-    stream: PromptSource,
-    builders: "Builders | None",
-    sampler: Sampler | None,
-    advantages: AdvantageRule,
-    timeline: Timeline,
-    background: Background | None,
-    features: Features,
-) -> SampleSource:
-    if builders is not None:
-        from fsdptrain.trainer.samples.sft import SftSource
-
-        return SftSource.of(config, stream, builders)
-    assert sampler is not None, "reinforcement learning has an engine"
-    sampling = SamplingParams(
-        num_samples=config.algorithm.n_samples_per_prompt,
-        max_tokens=config.rollout.max_response_len,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k or -1,
-        min_p=config.rollout.min_p,
-        seed=config.rollout.seed,
-    )
-    values: dict[str, Any] = {
-        "stream": stream,
-        "sampler": features.wrap_sampler(sampler),
-        "sampling": features.sampling(sampling),
-        "features": features,
-        "num_prompts": config.rollout.batch_size,
-        "num_shown": config.log.num_samples,
-        "shaping": shaping_rule(config),
-        "advantages": advantages,
-        "max_unscored_fraction": config.reward.max_unscored_fraction,
-        "rules": selection_rules(config, advantages),
-        "max_staleness": config.sync.max_staleness,
-        "num_rollouts": config.run.num_rollout,
-        "timeline": timeline,
-    }
-    if background is None:
-        return RolloutSource(**values)
-    from fsdptrain.trainer.samples.continuous import ContinuousSource
-
-    return ContinuousSource(
-        **values, **vars(background), partial=config.sync.partial_rollout, timeout=config.launch.dist_timeout
-    )

@@ -58,16 +58,17 @@ def build_planner(config: Config, model: PreTrainedModel | None = None) -> Any:
         return tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
 
 
-def fit_memory(planner: Any, config: Config) -> Config:
+def fit_memory(planner: Any, config: Config, *, engine: str) -> Config:
     """Add memory options that the user has not set, if the run does not fit without. Collective.
 
     planner: None on a CPU, where nothing changes. All ranks use the choice of rank 0 for the least free memory.
+    engine: that of --rollout-engine auto. Only the embedded engine needs its memory beside the trainer's.
     """
     if planner is None or config.model.deterministic_mode:
         return config
     free = min(gather(platform.device_memory()[0]))
     with raise_on_all_ranks(MemoryPlanError, "--max-tokens-per-gpu"):
-        own = _fitting(planner, config, free)
+        own = _fitting(planner, config.with_values(rollout_engine=engine), free)
     values, flags = gather(own)[0]
     if flags:
         log.info("memory: %s chosen to fit into %s GiB; set other memory options to choose yourself", flags, gib(free))

@@ -32,7 +32,17 @@ OPTIONS = {
     "a loss of one's own, groups that teach, epochs": [
         *TINY,
         *("--loss", "tests.e2e.losses:doubled", "--dynamic-sampling", "--epochs-per-rollout", "2"),
-        *("--entropy-coef", "0.01", "--deterministic-mode", "--clip-grad", "0.5", "--weight-decay", "0.1", "--lr-warmup-iters", "2"),
+        *(
+            "--entropy-coef",
+            "0.01",
+            "--deterministic-mode",
+            "--clip-grad",
+            "0.5",
+            "--weight-decay",
+            "0.1",
+            "--lr-warmup-iters",
+            "2",
+        ),
     ],
     "a reference that moves, in the reward": [
         *TINY,

@@ -14,8 +14,8 @@ from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
 from fsdptrain.data.sft import SampleBuilder
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.trainer.components import sample_builders
 from fsdptrain.trainer.data import build_data
+from fsdptrain.trainer.samples.build import sample_builders
 from fsdptrain.trainer.samples.sft import build_samples
 from tests.testing import tiny_tokenizer
 

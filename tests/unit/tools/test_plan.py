@@ -84,7 +84,16 @@ def test_a_run_that_does_not_fit_gets_the_fastest_options_that_make_it_fit(free:
     if found is not None:
         assert planner.fits(found.config) is not None
         assert found.flags
-        assert run_memory.fit_memory(None, given) == given  # on a CPU
+        assert run_memory.fit_memory(None, given, engine="hf") == given  # on a CPU
+
+
+def test_memory_that_only_the_embedded_engine_needs_is_not_made_for_vllm():
+    given = config(rollout_batch_size=512)
+    training, generation = (with_margin(peak) for peak in (PLANNER.training(given), PLANNER.generation(given)))
+    between = (training + generation) // 2
+    assert training < between < generation
+    assert fastest_fit(PLANNER, given, free=between, given=[]) is not None
+    assert fastest_fit(PLANNER, given.with_values(rollout_engine="vllm"), free=between, given=[]) is None
 
 
 def test_an_option_that_is_set_is_never_changed():
