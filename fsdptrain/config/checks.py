@@ -144,3 +144,10 @@ def _shown(key: Key, config: Config) -> str:
     if isinstance(value, bool):
         return key.flag if value else f"--no-{key.flag.removeprefix('--')}"
     return f"{key.flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def required_keys(flat: str) -> Iterator[str]:
+    """Yield the keys of which this option requires one. flat: may be ""."""
+    for rule in all_keys()[flat].rules if flat else ():
+        if isinstance(rule, Requires):
+            yield from (condition.key for condition in rule.conditions)

@@ -10,7 +10,8 @@ import yaml
 
 from fsdptrain.config.keys import all_keys, flatten
 from fsdptrain.config.precedence import outspoken, superseded
-from fsdptrain.config.root import Config, build_sections
+from fsdptrain.config.problems import build_sections
+from fsdptrain.config.root import Config
 from fsdptrain.config.rules import NoEffectError
 from fsdptrain.config.shipped import find_recipe
 from fsdptrain.errors import ConfigError

@@ -6,7 +6,6 @@ from dataclasses import replace
 from math import prod
 from typing import Any, Literal, TypeVar, Unpack, cast
 
-import pydantic
 from pydantic import BaseModel
 
 from fsdptrain.config import checks
@@ -16,9 +15,9 @@ from fsdptrain.config.keys import all_keys, all_sections, flatten
 from fsdptrain.config.keywords import Keywords
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, FAST, LOSS_OPTIONS, is_own, preset_values
-from fsdptrain.config.problems import field_problem
+from fsdptrain.config.problems import build_sections
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
-from fsdptrain.config.rules import Column, Condition, NoEffectError, Requires
+from fsdptrain.config.rules import Column, Condition, NoEffectError
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import STRICT, RankGroup, Section
 from fsdptrain.config.sft import SftConfig
@@ -379,7 +378,7 @@ def _fast_values(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     try:
         base = Config(**given)
     except NoEffectError as error:
-        chosen = {flat: FAST[flat] for flat in _required(error.key) if flat in FAST and flat not in given}
+        chosen = {flat: FAST[flat] for flat in checks.required_keys(error.key) if flat in FAST and flat not in given}
         if not chosen:
             raise
         base = Config(**given, **chosen)
@@ -397,26 +396,3 @@ def _fast_values(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         else:
             chosen[flat] = value
     return chosen, left_out
-
-
-def _required(flat: str) -> Iterator[str]:
-    """Yield the keys of which this option requires one. flat: may be ""."""
-    for rule in all_keys()[flat].rules if flat else ():
-        if isinstance(rule, Requires):
-            yield from (condition.key for condition in rule.conditions)
-
-
-def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
-    """Build and validate the sections of `values` (flat). Raises ConfigError for the first invalid field."""
-    grouped: dict[str, dict[str, Any]] = {}
-    for flat, value in values.items():
-        if isinstance(value, str) and "\0" in value:  # no file has such a name
-            raise ConfigError(f"{all_keys()[flat].flag} holds a NUL character: {value!r:.80}")
-        grouped.setdefault(all_keys()[flat].section, {})[all_keys()[flat].name] = value
-    sections: dict[str, Section] = {}
-    for name, fields in grouped.items():
-        try:
-            sections[name] = all_sections()[name](**fields)
-        except pydantic.ValidationError as error:
-            raise field_problem(error, section=name) from None
-    return sections
