@@ -107,7 +107,7 @@ class TrainingLoop:
         return self._tokenizer
 
     def run(self) -> None:
-        """Train until --num-rollout, or until a request to stop, which `stopped` then tells."""
+        """Train until --num-rollout, or until a request to stop; `stopped` then has the reason."""
         self.stopped, self.stop_signal = "", None
         self._folder.write_config(self._config)
         if 0 < self._config.run.num_rollout <= self.step:
