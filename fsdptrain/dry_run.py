@@ -4,16 +4,18 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from fsdptrain.config import Config
+from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import Resolved
 from fsdptrain.config.grid import across_nodes, draw_grid
 from fsdptrain.config.recipe import to_yaml
-from fsdptrain.data.sources import GENERATOR, load_rows
-from fsdptrain.errors import CheckpointError
-from fsdptrain.launch.inputs import check_inputs, data_sources
+from fsdptrain.data.sources import GENERATOR, load_rows, parse_options
+from fsdptrain.data.tables import load_table, readable, split_options
+from fsdptrain.errors import CheckpointError, DataError
+from fsdptrain.launch.inputs import check_columns, check_inputs, data_sources
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
 
@@ -30,6 +32,8 @@ def dry_run(resolved: Resolved) -> None:
     for data, flag in data_sources(config):
         if data.data_name.startswith(GENERATOR) and not _is_default(config, data.data_name):
             load_rows(data, seed=config.run.seed, flag=flag)  # imports reasoning_gym, 1 s
+        elif _is_folder(data) or Path(data.data_name.partition("?")[0]).suffix == ".arrow":
+            _check_first_row(config, data, flag)
     is_local = _check_model_folder(config)
     local = ranks.local_world_size if ranks else config.launch.nproc_per_node
     world_size = ranks.world_size if ranks else local
@@ -53,6 +57,22 @@ def _is_default(config: Config, spec: str) -> bool:
     return [spec] == type(config.data).model_fields["prompt_data"].default
 
 
+def _is_folder(data: DataConfig) -> bool:
+    return Path(data.data_name.partition("?")[0]).is_dir()
+
+
+def _check_first_row(config: Config, data: DataConfig, flag: str) -> None:
+    """Check the columns of what `check_inputs` cannot read without `datasets`, which takes 1 s to import."""
+    name, _, query = data.data_name.partition("?")
+    data, options = split_options(data, parse_options(query, flag=flag))
+    table = load_table(name, options, data, flag=flag, streaming=True)
+    with readable(name, flag):
+        first = next(iter(table), None)
+    if first is None:
+        raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
+    check_columns(config, data, first, Path(name), flag)
+
+
 def _check_model_folder(config: Config) -> bool:
     """Return whether --hf-checkpoint is a local folder. Raises CheckpointError if it is none and can be no hub id."""
     name = config.model.hf_checkpoint
@@ -74,24 +94,29 @@ def _smallest_world(config: Config) -> int:
 
 
 def _check_sizes(config: Config, world_size: int) -> None:
-    """Raise ConfigError if the model does not allow the parallel sizes. Imports torch if there are any."""
+    """Raise ConfigError if the backend cannot build the model in the parallel sizes. Imports torch if it must."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if config.model.backend == "fsdp" and any(group.size > 1 for group in config.rank_groups):
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         from fsdptrain.tools.inspect.inspection import check_sizes
 
         check_sizes(config, world_size)
+    elif config.model.backend == "megatron" and _has_megatron():
+        from fsdptrain.megatron.inspection import check_sizes as check_megatron_sizes
+
+        check_megatron_sizes(config)
+
+
+def _has_megatron() -> bool:
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def _unchecked(config: Config, is_local: bool) -> Iterator[str]:
     """Yield what only the run checks."""
     if not is_local:
         yield f"--hf-checkpoint {config.model.hf_checkpoint}, which is on the Hub"
-    elif config.model.backend != "fsdp":
-        yield f"whether the model allows the sizes of --backend {config.model.backend}"
+    elif config.model.backend != "fsdp" and not _has_megatron():
+        yield f"whether the model allows the sizes of --backend {config.model.backend}, which is not installed here"
     for data, flag in data_sources(config):
         name = data.data_name.partition("?")[0]
-        path = Path(name)
-        if path.is_dir():
-            yield f"the columns of {flag} {name}, a folder"
-        elif not path.is_file() and not name.startswith(GENERATOR):
+        if not Path(name).exists() and not name.startswith(GENERATOR):
             yield f"{flag} {name}, which is on the Hub"

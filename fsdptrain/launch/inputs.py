@@ -51,18 +51,21 @@ def check_data(config: Config, data: DataConfig, flag: str) -> None:
     if name.startswith(GENERATOR) or not is_data_file(name, flag):
         return
     path = Path(name)
-    is_sft = config.algorithm.algorithm == "sft"
-    first = _first_row(path, with_values=is_sft)
+    first = _first_row(path, with_values=config.algorithm.algorithm == "sft")
     if first:
-        data, _ = split_options(data, parse_options(query, flag=flag))
-        row_reader(
-            first,
-            data,
-            where=f"{flag} {path.name}",
-            folder=folder_of(path),
-            image_key=_image_key(config),
-            sft=config.sft if is_sft else None,
-        )
+        check_columns(config, split_options(data, parse_options(query, flag=flag))[0], first, path, flag)
+
+
+def check_columns(config: Config, data: DataConfig, first: Mapping[str, Any], path: Path, flag: str) -> None:
+    """Raise ConfigError if the `first` row of the file or folder `path` lacks a column that the options name."""
+    row_reader(
+        first,
+        data,
+        where=f"{flag} {path.name}",
+        folder=folder_of(path),
+        image_key=_image_key(config),
+        sft=config.sft if config.algorithm.algorithm == "sft" else None,
+    )
 
 
 def check_output_dir(config: Config) -> None:

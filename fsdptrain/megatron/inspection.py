@@ -72,6 +72,21 @@ def inspect_build(config: Config) -> BuildInspection:
     return BuildInspection(lines, report.kernels, overrides)
 
 
+def check_sizes(config: Config) -> None:
+    """Raise ConfigError if megatron-core cannot build the model of `config`, or not in its parallel sizes.
+
+    Assumes GPUs with Transformer Engine, which allow the most: the run may be planned on another machine.
+    """
+    prepare_megatron()
+    model = build_meta_model(
+        resolve_config(config.model.hf_checkpoint),
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation="eager",
+    )
+    options = build_options(config) | {"has_engine": True, "on_cpu": False}
+    transformer_config(model.config, config.section(MegatronConfig), **options)
+
+
 def _whole_model(stock: PreTrainedModel, one: MegatronConfig, options: dict[str, Any]) -> str:
     """Count the parameters in transformers and in megatron-core, and check that each maps to the files.
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -21,6 +22,7 @@ from tests import configs
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--hf-checkpoint", "Qwen/Qwen3-4B"]
+MEGATRON = ["--backend", "megatron", "--megatron-tensor-parallel"]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 
@@ -138,6 +140,7 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(tmp_path):
         (["--hf-checkpoint", "empty"], "--hf-checkpoint empty has no config.json"),
         (["--hf-checkpoint", "m", "--tensor-parallel-size", "16"], "--tensor-parallel-size 16"),
         (["--hf-checkpoint", "m", "--nproc-per-node", "2", "--tensor-parallel-size", "4"], "must divide"),
+        (["--hf-checkpoint", "m", *MEGATRON, "16"], "--megatron-tensor-parallel 16 must divide the 8 key-value heads"),
     ],
 )
 def test_a_dry_run_finds_what_would_end_the_run(flags, message, tmp_path):
@@ -171,19 +174,41 @@ def test_a_key_in_a_column_of_mappings_is_a_column(tmp_path):
         assert "--label-key 'answer.unit' is not a column" in unknown.stderr
 
 
+@pytest.mark.parametrize("made", ["file.arrow", "saved", "split", "files"])
+def test_a_dry_run_checks_the_columns_of_folders_and_arrow_files(made, tmp_path):
+    table, path = datasets.Dataset.from_dict({"prompt": ["a"], "label": ["2"]}), tmp_path / made
+    if made == "saved":
+        table.save_to_disk(path)
+    elif made == "split":
+        datasets.DatasetDict({"train": table}).save_to_disk(path)
+    elif made == "files":
+        path.mkdir()
+        (path / "part.jsonl").write_text('{"prompt": "a", "label": "2"}\n')
+    else:
+        table.save_to_disk(tmp_path / "all")
+        shutil.copy(tmp_path / "all" / "data-00000-of-00001.arrow", path)
+    cache = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    known, unknown = (
+        fsdptrain(*MODEL, "--prompt-data", made, "--label-key", key, "--dry-run", cwd=tmp_path, **cache)
+        for key in ("label", "answer")
+    )
+    assert (known.returncode, known.stderr) == (0, "")
+    assert (unknown.returncode, unknown.stdout, unknown.stderr.count("\n")) == (2, "", 1)
+    assert f"--label-key 'answer' is not a column of --prompt-data {made}" in unknown.stderr
+
+
 def test_a_column_that_only_later_rows_have_is_a_column(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "label": "2"}\n')
     assert fsdptrain(*MODEL, "--prompt-data", "rows.jsonl", "--dry-run", cwd=tmp_path).returncode == 0
 
 
 def test_a_dry_run_says_what_it_did_not_check(tmp_path):
-    (tmp_path / "folder").mkdir()
-    done = fsdptrain(*MODEL, "--prompt-data", "openai/gsm8k?name=main=0.5", "folder=0.5", "--dry-run", cwd=tmp_path)
+    done = fsdptrain(*MODEL, "--prompt-data", "openai/gsm8k?name=main=0.5", "a/b=0.5", "--dry-run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line for line in done.stdout.splitlines() if line.startswith("# not checked: ")] == [
         "# not checked: --hf-checkpoint Qwen/Qwen3-4B, which is on the Hub",
         "# not checked: --prompt-data openai/gsm8k, which is on the Hub",
-        "# not checked: the columns of --prompt-data folder, a folder",
+        "# not checked: --prompt-data a/b, which is on the Hub",
     ]
 
 
