@@ -49,6 +49,7 @@ class TrainingLoop:
         self._trainer = trainer  # for callbacks
         self._stop = stop
         self._saved: int | None = None  # step of the newest checkpoint
+        self._asleep = False  # the engine, between a rollout and the next sync
         self._num_updates = 0  # optimizer steps that were not skipped
         self._config = config
         self._folder = folder
@@ -153,7 +154,10 @@ class TrainingLoop:
 
         self._weight_sync.push(self.step, self._phases)
         with self._phases("eval"):
-            return generate_texts(self._components, prompts, **sampling)
+            texts = generate_texts(self._components, prompts, **sampling)
+        if self._asleep and self._engine is not None:  # the optimizer steps need its memory
+            self._engine.sleep()
+        return texts
 
     def _must_stop(self) -> bool:
         if not self.stopped and self._stop.on_any_rank():
@@ -198,6 +202,7 @@ class TrainingLoop:
                 )
                 if self._engine is not None:
                     self._engine.sleep()
+                    self._asleep = True
         self._phases.seconds.update(rollout.seconds)
         made_here = () if self._source.in_flight else ("generate", "reward")
         busy = timeline.busy(made_here, begin, timeline.now())
@@ -264,6 +269,7 @@ class TrainingLoop:
         generates = self._config.algorithm.algorithm != "sft" and self.step < self._config.run.num_rollout
         if self._weight_sync is not None and (generates or self._evaluation_is_due):
             self._weight_sync.push(self.step, self._phases)
+            self._asleep = False
 
     def _start_rollouts(self) -> None:
         """Start the rollouts that the new weights allow."""

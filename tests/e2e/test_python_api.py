@@ -41,6 +41,23 @@ def vowels(prompt: Any, response: str) -> float:
     return sum(letter in "aeiou" for letter in response) + len(response) / 10
 
 
+class Speaker(Callback):
+    """Generates before the optimizer steps, and notes whether the engine has given its weights away then."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.texts: list[list[list[str]]] = []
+        self.asleep: list[bool] = []
+
+    def make_engine(self, config: Config, *, checkpoint: Path, device: torch.device) -> Any:
+        self.engine = build_hf_engine(config, checkpoint=checkpoint, device=device)
+        return self.engine
+
+    def on_rollout(self, trainer: Trainer, samples: Sequence[Sample]) -> None:
+        self.texts.append(trainer.generate("tell 1"))
+        self.asleep.append(all(p.is_meta for p in self.engine.model.parameters()))
+
+
 @dataclass
 class Recorder(Callback):
     stop_after: int | None = None
@@ -72,6 +89,23 @@ def test_callbacks_see_every_rollout_step_evaluation_and_checkpoint_and_may_end_
     assert (result.step, result.stopped, result.model) == (4, "enough", None)
     resumed = Trainer(config(checkpoint, tmp_path, **options | {"num_rollout": 5}), reward=vowels, dataset=ROWS).fit()
     assert (resumed.step, resumed.stopped) == (5, "")
+
+
+def test_a_callback_that_generates_before_the_steps_leaves_the_engine_asleep(checkpoint, tmp_path):
+    """And the run that it is in as it was."""
+    speaker, options = Speaker(), {"eval_interval": 0, "num_rollout": 2}
+    found = Trainer(
+        config(checkpoint, tmp_path / "a", **options),
+        reward=vowels,
+        dataset=ROWS,
+        engine=speaker.make_engine,
+        callbacks=[speaker],
+    ).fit()
+    alone = Trainer(config(checkpoint, tmp_path / "b", **options), reward=vowels, dataset=ROWS).fit()
+    assert len(speaker.texts) == 2
+    assert speaker.asleep == [True, True]
+    numbers = [name for name in alone if name.startswith(("loss/", "optim/", "reward/"))]
+    assert {name: found[name] for name in numbers} == {name: alone[name] for name in numbers}
 
 
 def test_the_result_has_the_history_the_last_evaluation_and_the_model(checkpoint, tmp_path):
