@@ -21,7 +21,7 @@ from fsdptrain.config.checks import check_world_size  # noqa: E402
 from fsdptrain.features.distillation.config import DistillationConfig  # noqa: E402
 from fsdptrain.features.lora.config import LoraConfig  # noqa: E402
 from fsdptrain.megatron.config import MegatronConfig  # noqa: E402
-from fsdptrain.memory.demand import GIB, MARGIN, compute_bytes, generation_need  # noqa: E402
+from fsdptrain.memory.demand import GIB, MARGIN, MemorySupply, compute_bytes, memory_need  # noqa: E402
 from fsdptrain.model.structure import count_parameters  # noqa: E402
 from fsdptrain.tools.inspect.inspection import meta_model  # noqa: E402
 from fsdptrain.tools.plan.plan import Machine, Planner, with_margin  # noqa: E402
@@ -108,20 +108,14 @@ def need(path: Path, header: Header) -> Need:
         return _megatron(config, model, ranks)
     planner = Planner(model, machine)
     config = planner.choose_sizes(config, machine.gpu_memory)
-    embedded = planner.generation(config)
-    generation = with_margin(embedded) if embedded else _vllm(config, planner)
+    generates = planner.generation(config)
+    if generates and not planner.is_embedded(config):
+        assert config.section(VllmConfig).kv_cache_gib is not None, "vLLM would take what is left: set kv_cache_gib"
+    load = memory_need(config, planner.shard(config), MemorySupply(0, 0, machine.ranks_per_node, has_accelerator=True))
+    assert load.device <= machine.gpu_memory, f"{path.stem} would be refused before it loads the model"
+    generation = with_margin(generates) if generates else None
     servers = "²" if config.launch.nproc_per_node else ""
     return Need(with_margin(planner.training(config)), generation, planner.host(config)[1], servers)
-
-
-def _vllm(config: Config, planner: Planner) -> int | None:
-    """Return the memory while vLLM generates in the trainer's process. None: it has GPUs of its own, or nothing does."""
-    if not config.generates or config.engine_has_own_devices:
-        return None
-    options = config.section(VllmConfig)
-    assert options.kv_cache_gib is not None, "vLLM would take what is left: set vllm.kv_cache_gib"
-    parts = generation_need(config, planner.shard(config), {"cache": int(options.kv_cache_gib * GIB)})
-    return _split(parts, options)
 
 
 def _split(parts: dict[str, int], options: VllmConfig) -> int:

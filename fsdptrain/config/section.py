@@ -72,6 +72,21 @@ class Section(BaseModel):
         return False
 
     @property
+    def needs_embedded_engine(self) -> bool:
+        """Whether --rollout-engine auto means the embedded engine, because vLLM cannot serve its options."""
+        return False
+
+    @property
+    def engine_ranks(self) -> int:
+        """Number of ranks over which one engine in the trainer's processes spreads its weights."""
+        return 1
+
+    @property
+    def engine_cache(self) -> int:
+        """Size of the cache that its options give an engine other than the embedded one, on each rank. [bytes]"""
+        return 0
+
+    @property
     def trains_zero_advantage(self) -> str:
         """Option that adds a gradient to samples with advantage 0, or needs them in the packs, or ""."""
         return ""

@@ -197,13 +197,24 @@ def _checked_metadata(
 
 
 def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: str) -> None:
-    is_known = column in row or value_in(row, column) is not None
-    if not is_known and not (option == "--label-key" and column == ""):
+    if not _may_hold(row, column) and not (option == "--label-key" and column == ""):
         none = ', or --label-key "" if there are no labels' if option == "--label-key" else ""
         raise DataError(
             f"{option} {column!r} is not a column of {where}{suggest(column, row)}; "
             f"set it to one of {', '.join(row)}{none}"
         )
+
+
+def _may_hold(row: Mapping[str, Any], column: str) -> bool:
+    """Return whether rows like `row` have `column`, or `column.key` in a column of mappings, which may be null here."""
+    found: Any = row if column not in row else None
+    for key in column.split("."):
+        if found is None:
+            return True
+        if not isinstance(found, Mapping) or key not in found:
+            return False
+        found = found[key]
+    return True
 
 
 def is_data_file(name: str, flag: str) -> bool:

@@ -46,7 +46,7 @@ class ConsoleLogger:
         self._pace_from: tuple[int, float] | None = None  # first step of this process and when it ended
         self._history: dict[str, list[float]] = {}  # label -> values, in order of arrival
         self._print(header(info))
-        self._bar = _bar(self._console, info.total_steps) if self._console.is_terminal else None
+        self._bar = _bar(self._console, info.total_steps) if self._console.is_terminal and info.total_steps else None
         if self._bar is not None:
             self._task = self._bar.add_task("", total=info.total_steps, completed=self._first_step, line="")
             self._bar.start()

@@ -110,13 +110,14 @@ def optimizer_bytes(config: Config, shard: Shard) -> int:
 
 
 def generation_need(config: Config, shard: Shard, cache: Parts) -> Parts:
-    """Return the device memory while the embedded engine generates. cache: its key-value cache.
+    """Return the device memory while an engine in this process generates. cache: its key-value cache.
 
     With --offload-train it is the larger of two: both copies of the weights, or the engine's weights and the cache.
     """
     held = {name: size for name, size in shard_state(config, shard)[0].items() if name != "gradients"}
     whole = shard.counts.total - shard.counts.adapter  # the adapter is merged
-    engine = {"the engine's weights": compute_bytes(config) * whole}
+    over = max(section.engine_ranks for section in config.sections)
+    engine = {"the engine's weights": math.ceil(compute_bytes(config) * whole / over)}
     most = max(shard.gathered.largest_layer, shard.gathered.outside_layers)
     layers = {"gathered layers": compute_bytes(config) * most}
     if not config.sync.offload_train:

@@ -127,9 +127,11 @@ def build_components(
     install_platform_overrides()  # features compare kernels with the functions that a run uses
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
     # not the name in the hub: ranks would look it up once more, each alone
-    planner = build_planner(config.with_values(hf_checkpoint=str(checkpoint))) if plans else None
-    engine_name = choose_engine(config.rollout.engine, device_type=platform.device_type())
-    config = fit_memory(planner, config, engine=engine_name)
+    of_files = config.with_values(hf_checkpoint=str(checkpoint))
+    is_embedded = any(section.needs_embedded_engine for section in config.sections)
+    engine_name = choose_engine("hf" if is_embedded else config.rollout.engine, device_type=platform.device_type())
+    planner = build_planner(of_files, auto_engine=engine_name) if plans else None
+    config = fit_memory(planner, config)
     features = load_features(config, checkpoint)
     inputs = read_inputs(config, checkpoint, features, engine_name, reward, dataset, eval_dataset)
     data, tokenizer, environment = inputs.data, inputs.tokenizer, inputs.environment
@@ -210,8 +212,7 @@ def read_inputs(
             environment=environment,
             data=data,
             builders=sample_builders(config, tokenizer, data) if config.algorithm.algorithm == "sft" else None,
-            # only the hf engine accepts images
-            make_engine=engine_factory(engine_name if processor is None else "hf", device_type=platform.device_type()),
+            make_engine=engine_factory(engine_name, device_type=platform.device_type()),
         )
 
 

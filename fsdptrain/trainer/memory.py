@@ -44,10 +44,10 @@ def _shard(model: PreTrainedModel, config: Config) -> Shard:
     return Shard.of(counts, grid.shards * grid.tensor, gathered=pieces.gathered, copied=copied)
 
 
-def build_planner(config: Config, model: PreTrainedModel | None = None) -> Any:
+def build_planner(config: Config, model: PreTrainedModel | None = None, *, auto_engine: str) -> Any:
     """Create a `tools.plan.Planner` for a run on GPUs; None if the tools are not installed. Collective.
 
-    model: if built already.
+    model: if built already. auto_engine: which engine --rollout-engine auto means.
     """
     if importlib.util.find_spec("fsdptrain.tools") is None:
         return None
@@ -55,20 +55,20 @@ def build_planner(config: Config, model: PreTrainedModel | None = None) -> Any:
     if model is None:
         model, _ = importlib.import_module("fsdptrain.tools.inspect.inspection").meta_model(config, with_adapters=True)
     with raise_on_all_ranks(MemoryPlanError, "--hf-checkpoint"):
-        return tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
+        machine = tools.Machine(dist.get_world_size(), platform.device_memory()[1])
+        return tools.Planner(model, machine, auto_engine=auto_engine)
 
 
-def fit_memory(planner: Any, config: Config, *, engine: str) -> Config:
+def fit_memory(planner: Any, config: Config) -> Config:
     """Add memory options that the user has not set, if the run does not fit without. Collective.
 
     planner: None on a CPU, where nothing changes. All ranks use the choice of rank 0 for the least free memory.
-    engine: that of --rollout-engine auto. Only the embedded engine needs its memory beside the trainer's.
     """
     if planner is None or config.model.deterministic_mode:
         return config
     free = min(gather(platform.device_memory()[0]))
     with raise_on_all_ranks(MemoryPlanError, "--max-tokens-per-gpu"):
-        own = _fitting(planner, config.with_values(rollout_engine=engine), free)
+        own = _fitting(planner, config, free)
     values, flags = gather(own)[0]
     if flags:
         log.info("memory: %s chosen to fit into %s GiB; set other memory options to choose yourself", flags, gib(free))
@@ -76,11 +76,10 @@ def fit_memory(planner: Any, config: Config, *, engine: str) -> Config:
 
 
 def _fitting(planner: Any, config: Config, free: int) -> tuple[dict[str, Any], str]:
-    """Return the options by flat key, and their flags; nothing if the run fits, or cannot be planned."""
-    given = [flat for flat, key in all_keys().items() if key.name in config.named(key.section).model_fields_set]
+    """Return the options by flat key, and their flags; nothing if the run fits, or if none are found."""
     fit = importlib.import_module("fsdptrain.tools.plan.fit")
     try:
-        found = fit.fastest_fit(planner, config, free=free, given=given)
+        found = fit.fastest_fit(planner, config, free=free, given=config.given_values)
     except MemoryPlanError as error:
         log.info("%s", error)
         return {}, ""

@@ -80,7 +80,9 @@ def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]
     planned = max(peak.total + peak.on_host for peak in peaks)  # here both are the memory of the host
     assert planned == device or config.section(ActivationMemoryConfig).offload_activations
     planned += 2 * shard if config.optim.offload_optimizer else 0
-    logged = planned_memory(build_planner(config, backend.model), config)  # of a run on GPUs: generation too
+    logged = planned_memory(
+        build_planner(config, backend.model, auto_engine="hf"), config
+    )  # of a run on GPUs: generation too
     assert logged is not None
     assert logged >= device
     backend.train_step(packs, LOSSES["grpo"], LossConfig())

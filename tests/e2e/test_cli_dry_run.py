@@ -15,9 +15,11 @@ import pytest
 import yaml
 
 from fsdptrain.cli import COMMANDS
-from fsdptrain.config import Config, load_recipe
+from fsdptrain.config import Config, DataConfig, load_recipe
 from fsdptrain.config.flags import config_options
 from fsdptrain.config.keys import all_keys
+from fsdptrain.data.tables import load_table_rows
+from fsdptrain.launch.inputs import check_inputs
 from tests import configs
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +174,16 @@ def test_a_key_in_a_column_of_mappings_is_a_column(tmp_path):
         assert known.returncode == 0, known.stderr
         assert (unknown.returncode, unknown.stderr.count("\n")) == (2, 1)
         assert "--label-key 'answer.unit' is not a column" in unknown.stderr
+
+
+@pytest.mark.parametrize("first", [None, {"value": None}])
+def test_a_key_may_be_null_in_the_first_row(first, tmp_path):
+    """The checks before torch and those of the run agree on it."""
+    path, data = tmp_path / "rows.parquet", DataConfig(label_key="answer.value")
+    rows = [{"prompt": "a", "answer": first}, {"prompt": "b", "answer": {"value": "2"}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    check_inputs(Config(hf_checkpoint="m", prompt_data=str(path), label_key="answer.value"))
+    assert load_table_rows(str(path), {}, data, flag="--prompt-data", image_key=None)[1].label == "2"
 
 
 @pytest.mark.parametrize("made", ["file.arrow", "saved", "split", "files"])

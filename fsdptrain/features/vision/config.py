@@ -29,3 +29,7 @@ class VisionConfig(Section):
     @property
     def enabled(self) -> bool:
         return self.image_key is not None
+
+    @property
+    def needs_embedded_engine(self) -> bool:
+        return self.enabled

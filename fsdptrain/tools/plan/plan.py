@@ -95,7 +95,7 @@ class Plan:
     chunk_size: int  # of the logprobs [tokens]
     reshards: bool  # whether layers are freed after their forward pass
     training: MemoryPeak
-    generation: MemoryPeak | None  # None: another engine, or no generation
+    generation: MemoryPeak | None  # None: an engine with its own devices, or no generation
     host_parts: Mapping[str, int]
     host: int  # margin included
     choices: Mapping[str, int]  # training peak, margin included, for each set of memory flags
@@ -153,10 +153,12 @@ def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
 class Planner:
     """Computes memory demands and caches traces, because most candidates share them."""
 
-    def __init__(self, model: PreTrainedModel, machine: Machine) -> None:
+    def __init__(self, model: PreTrainedModel, machine: Machine, *, auto_engine: str = "hf") -> None:
+        """auto_engine: which engine --rollout-engine auto means."""
         register_attention()
         self._model = model
         self.machine = machine
+        self._auto_engine = auto_engine
         self._traces: dict[tuple[TraceSpec, Grid], Trace] = {}
         self._pieces: dict[Grid, Pieces] = {}
         self._plans: dict[tuple[int, int], SplitPlan] = {}  # keyed by (tensor ranks, expert ranks)
@@ -313,13 +315,23 @@ class Planner:
             | sections_memory(config)[0],
         )
 
-    def generation(self, config: Config) -> MemoryPeak | None:
-        """Return the peak of the embedded engine: its weights, the trainer's state, and a full batch of rows.
+    def is_embedded(self, config: Config) -> bool:
+        """Return whether the embedded engine generates."""
+        engine = self._auto_engine if config.rollout.engine == "auto" else config.rollout.engine
+        return config.generates and engine == "hf"
 
-        Returns None if the run does not use the embedded engine.
+    def generation(self, config: Config) -> MemoryPeak | None:
+        """Return the peak while an engine in the trainer's process generates. None if there is no such engine.
+
+        It holds the trainer's state, the engine's weights and a cache: of a full batch of rows in the embedded engine,
+        of the size that the options give other engines. Without such an option these take what is left.
         """
-        if not config.generates or config.rollout.engine not in ("auto", "hf"):
+        if not config.generates or config.engine_has_own_devices:
             return None
+        if not self.is_embedded(config):
+            size = sum(section.engine_cache for section in config.sections)
+            cache = {"key-value cache of the engine": size} if size else {}
+            return MemoryPeak("generation", generation_need(config, self.shard(config), cache))
         width, rows = cache_rows(config, self.machine.num_gpus)
         dtype = _dtype(config)
         if (width, dtype) not in self._caches:
@@ -371,7 +383,8 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
     If fewer than three fit, the last one has more GPUs and the given flags.
     """
     found: list[tuple[float, ...]] = []
-    candidates = remedies.remedies(config, packs=smaller_packs(config), caches=smaller_caches(config, machine))
+    caches = smaller_caches(config, machine) if planner.is_embedded(config) else []
+    candidates = remedies.remedies(config, packs=smaller_packs(config), caches=caches)
     for changed in candidates:
         if any(all(a <= b for a, b in zip(enough, changed.cost, strict=True)) for enough in found):
             continue  # a cheaper remedy fits already
@@ -404,9 +417,7 @@ def smaller_packs(config: Config) -> list[int]:
 
 
 def smaller_caches(config: Config, machine: Machine) -> list[int]:
-    """Return smaller caches in tokens: half of the rows in use, a quarter, and so on, down to one row."""
-    if not config.generates or config.rollout.engine not in ("auto", "hf"):
-        return []
+    """Return smaller caches of the embedded engine in tokens: half of the rows in use, a quarter, ..., one row."""
     width, rows = cache_rows(config, machine.num_gpus)
     halves = [rows // 2**i for i in range(1, rows.bit_length())]
     return [width * count for count in dict.fromkeys(halves) if count]

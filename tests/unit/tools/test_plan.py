@@ -1,17 +1,19 @@
 """The plan is monotone, and every fix that it proposes works."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
-from fsdptrain.memory.demand import GIB
+from fsdptrain.memory.demand import GIB, MemorySupply, memory_need
 from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
 from fsdptrain.tools.inspect import inspection
 from fsdptrain.tools.plan import plan as plan_module
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = configs.meta_model("llama-3.1-8b")
 PLANNER = Planner(MODEL, Machine(8, 80 * GIB))  # keeps its traces over these tests
+WITH_VLLM = Planner(MODEL, Machine(8, 80 * GIB), auto_engine="vllm")
 SMALL: dict[str, Any] = {"max_tokens_per_gpu": 1024, "rollout_max_response_len": 512}
 
 
@@ -84,7 +87,7 @@ def test_a_run_that_does_not_fit_gets_the_fastest_options_that_make_it_fit(free:
     if found is not None:
         assert planner.fits(found.config) is not None
         assert found.flags
-        assert run_memory.fit_memory(None, given, engine="hf") == given  # on a CPU
+        assert run_memory.fit_memory(None, given) == given  # on a CPU
 
 
 def test_memory_that_only_the_embedded_engine_needs_is_not_made_for_vllm():
@@ -93,18 +96,94 @@ def test_memory_that_only_the_embedded_engine_needs_is_not_made_for_vllm():
     between = (training + generation) // 2
     assert training < between < generation
     assert fastest_fit(PLANNER, given, free=between, given=[]) is not None
-    assert fastest_fit(PLANNER, given.with_values(rollout_engine="vllm"), free=between, given=[]) is None
+    assert fastest_fit(WITH_VLLM, given, free=between, given=[]) is None
+
+
+def test_what_auto_means_is_planned_as_if_it_were_given():
+    given = config(rollout_kv_cache_gib=4)
+    for planner, name in ((PLANNER, "hf"), (WITH_VLLM, "vllm")):
+        assert planner.generation(given) == PLANNER.generation(given.with_values(rollout_engine=name))
+    assert PLANNER.generation(given) != WITH_VLLM.generation(given)
+    assert WITH_VLLM.generation(config(rollout_engine="vllm-server", rollout_num_servers=1)) is None
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, which traces compiled layers for --speed fast
+@pytest.mark.parametrize("auto_engine", ["hf", "vllm"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"algorithm": "sft", "eval_interval": 0},
+        {"rollout_max_batch_tokens": 131072},
+        {"rollout_kv_cache_gib": 4},
+        {"image_key": "image"},
+        {"speed": "fast"},
+    ],
+)
+def test_options_are_chosen_for_every_kind_of_run(auto_engine: str, options: dict[str, Any], monkeypatch):
+    """Whatever engine --rollout-engine auto means, and whatever options are set beside."""
+    planner = PLANNER if auto_engine == "hf" else WITH_VLLM
+    given = Config(hf_checkpoint="a model", max_tokens_per_gpu=8192, **options)
+    free = with_margin(planner.training(given)) - GIB
+    monkeypatch.setattr(run_memory, "gather", lambda value: [value])
+    monkeypatch.setattr(run_memory, "raise_on_all_ranks", lambda *_: nullcontext())
+    monkeypatch.setattr(platform, "device_memory", lambda: (free, 80 * GIB))
+    chosen = run_memory.fit_memory(planner, given)
+    assert planner.on(Machine(8, free)).fits(chosen) is not None
+    assert {flat: chosen.value(flat) for flat in options} == options
+    assert chosen.batch.max_tokens_per_gpu == 8192
+
+
+def test_a_run_whose_options_are_chosen_is_not_refused_when_it_loads():
+    """Also with vLLM in the trainer's process, whose weights are beside the optimizer state while it generates."""
+    planner, free = WITH_VLLM.on(Machine(4, 80 * GIB)), 40 * GIB
+    given = Config(
+        hf_checkpoint="a model", gradient_checkpointing=True, max_tokens_per_gpu=4096, rollout_max_response_len=1024
+    )
+    found = fastest_fit(planner, given, free=free, given=given.given_values)
+    assert found is not None
+    supply = MemorySupply(free, 1 << 50, 4, has_accelerator=True)
+    assert not memory_need(given, planner.shard(given), supply).fits(supply)
+    assert memory_need(found.config, planner.shard(found.config), supply).fits(supply)
+
+
+def test_an_engine_over_two_ranks_holds_half_of_its_weights_on_each():
+    engine = "the engine's weights"
+    options: dict[str, Any] = {"rollout_engine": "vllm"}
+    whole, half = (
+        PLANNER.generation(config(**options, rollout_engine_args={"tensor_parallel_size": ranks})) for ranks in (1, 2)
+    )
+    assert whole is not None
+    assert half is not None
+    assert whole.parts[engine] == 2 * half.parts[engine]
+
+
+@pytest.mark.parametrize(
+    ("options", "may_shrink"),
+    [
+        ({"rollout_max_response_len": 512}, False),
+        ({"algorithm": "sft"}, False),
+        ({"rollout_max_response_len": 512, "rollout_max_prompt_len": 512}, True),
+    ],
+)
+def test_packs_get_smaller_only_if_they_hold_the_same_data(options: dict[str, Any], may_shrink: bool):
+    given = Config(hf_checkpoint="a model", max_tokens_per_gpu=8192, **options)
+    found = fastest_fit(PLANNER, given, free=24 * GIB, given=[])
+    assert found is not None
+    assert (found.config.batch.max_tokens_per_gpu < 8192) == may_shrink
+    assert found.config.longest_sequence == given.longest_sequence
 
 
 def test_an_option_that_is_set_is_never_changed():
-    free, given = 24 * GIB, config(max_tokens_per_gpu=8192)
+    free, given = 24 * GIB, config(max_tokens_per_gpu=8192, rollout_max_prompt_len=512)
     free_choice = fastest_fit(PLANNER, given, free=free, given=[])
     assert free_choice is not None
     assert free_choice.config.batch.max_tokens_per_gpu < 8192
     bound = fastest_fit(PLANNER, given, free=free, given=["max_tokens_per_gpu"])
     assert bound is not None
     assert bound.config.batch.max_tokens_per_gpu == 8192
-    assert fastest_fit(PLANNER, given, free=GIB, given=[]) is None  # nothing fits
+    with pytest.raises(MemoryPlanError, match="no memory option that is free to choose"):
+        fastest_fit(PLANNER, given, free=GIB, given=[])
 
 
 @pytest.mark.parametrize("free", [20, 27.65, 28, 37, 45])
