@@ -52,6 +52,13 @@ def test_plain_output_has_one_line_per_step(tmp_path):
     assert "\x1b" not in "".join(lines)
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_without_steps_to_train_nothing_is_counted(terminal, tmp_path):
+    out = run(tmp_path, terminal=terminal, total_steps=0, resumed_step=4)
+    assert "acc 0.500" in out
+    assert "/0" not in out
+
+
 def test_steps_of_less_than_a_second_share_lines(tmp_path):
     lines = run(tmp_path, terminal=False, pace=0.6).splitlines()
     steps = [line for line in lines if line.startswith("step")]
