@@ -15,9 +15,11 @@ from fsdptrain.config.recipe import to_yaml
 from fsdptrain.data.sources import GENERATOR, load_rows, parse_options
 from fsdptrain.data.tables import load_table, readable, split_options
 from fsdptrain.errors import CheckpointError, DataError
-from fsdptrain.launch.inputs import check_columns, check_inputs, data_sources
+from fsdptrain.launch.inputs import check_columns, check_inputs, data_sources, image_key
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
+
+_READ_WHOLE = 64 << 20  # bytes of a file of data; of larger ones and of folders, the first row is read
 
 
 def dry_run(resolved: Resolved) -> None:
@@ -30,10 +32,11 @@ def dry_run(resolved: Resolved) -> None:
     ranks = read_rank_variables()
     check_inputs(config)
     for data, flag in data_sources(config):
-        if data.data_name.startswith(GENERATOR) and not _is_default(config, data.data_name):
-            load_rows(data, seed=config.run.seed, flag=flag)  # imports reasoning_gym, 1 s
-        elif _is_folder(data) or Path(data.data_name.partition("?")[0]).suffix == ".arrow":
-            _check_first_row(config, data, flag)
+        _check_data(config, data, flag)
+    if config.environment.environment is not None:
+        from fsdptrain.trainer.samples.environment import find_environment
+
+        find_environment(config.environment.environment)
     is_local = _check_model_folder(config)
     local = ranks.local_world_size if ranks else config.launch.nproc_per_node
     world_size = ranks.world_size if ranks else local
@@ -57,12 +60,21 @@ def _is_default(config: Config, spec: str) -> bool:
     return [spec] == type(config.data).model_fields["prompt_data"].default
 
 
-def _is_folder(data: DataConfig) -> bool:
-    return Path(data.data_name.partition("?")[0]).is_dir()
+def _check_data(config: Config, data: DataConfig, flag: str) -> None:
+    """Check what `check_inputs` cannot without `datasets` or reasoning_gym, which take 1 s to import."""
+    path = Path(data.data_name.partition("?")[0])
+    is_generated = data.data_name.startswith(GENERATOR)
+    if is_generated and _is_default(config, data.data_name):
+        return
+    if is_generated or (path.is_file() and path.stat().st_size <= _READ_WHOLE):
+        sft = config.sft if config.algorithm.algorithm == "sft" else None
+        load_rows(data, seed=config.run.seed, flag=flag, image_key=image_key(config), sft=sft)
+    elif path.exists():
+        _check_first_row(config, data, flag)
 
 
 def _check_first_row(config: Config, data: DataConfig, flag: str) -> None:
-    """Check the columns of what `check_inputs` cannot read without `datasets`, which takes 1 s to import."""
+    """Check the columns of a folder or a large file."""
     name, _, query = data.data_name.partition("?")
     data, options = split_options(data, parse_options(query, flag=flag))
     table = load_table(name, options, data, flag=flag, streaming=True)
@@ -113,10 +125,15 @@ def _has_megatron() -> bool:
 def _unchecked(config: Config, is_local: bool) -> Iterator[str]:
     """Yield what only the run checks."""
     if not is_local:
-        yield f"--hf-checkpoint {config.model.hf_checkpoint}, which is on the Hub"
+        yield f"--hf-checkpoint {config.model.hf_checkpoint}, which is no local folder: on the Hub?"
     elif config.model.backend != "fsdp" and not _has_megatron():
         yield f"whether the model allows the sizes of --backend {config.model.backend}, which is not installed here"
     for data, flag in data_sources(config):
         name = data.data_name.partition("?")[0]
         if not Path(name).exists() and not name.startswith(GENERATOR):
-            yield f"{flag} {name}, which is on the Hub"
+            yield f"{flag} {name}, which is no local file or folder: on the Hub?"
+        elif Path(name).is_dir() or (Path(name).is_file() and Path(name).stat().st_size > _READ_WHOLE):
+            yield f"{flag} {name} beyond its first row"
+    folder = Path(config.model.hf_checkpoint)
+    if is_local and folder.is_dir() and not any(folder.glob("*.safetensors")):
+        yield f"the weights of --hf-checkpoint {folder}: there are none"

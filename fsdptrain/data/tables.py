@@ -1,6 +1,7 @@
 """Rows of tables: files, folders and hub data sets, read by `datasets`; lists of mappings, environments."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -275,6 +276,9 @@ def readable(name: str, flag: str = "--prompt-data") -> Iterator[None]:
     """Raise the errors of `datasets` as DataError, in one line."""
     from datasets.exceptions import DatasetsError
 
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # its errors are raised here
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
@@ -282,6 +286,8 @@ def readable(name: str, flag: str = "--prompt-data") -> Iterator[None]:
             raise
         cause = error.__cause__ or error
         raise DataError(f"{flag} {name} cannot be read: {first_line(cause)}") from error
+    finally:
+        logger.setLevel(level)
 
 
 def _check_begin(path: Path, *, where: str) -> None:

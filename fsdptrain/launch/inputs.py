@@ -63,7 +63,7 @@ def check_columns(config: Config, data: DataConfig, first: Mapping[str, Any], pa
         data,
         where=f"{flag} {path.name}",
         folder=folder_of(path),
-        image_key=_image_key(config),
+        image_key=image_key(config),
         sft=config.sft if config.algorithm.algorithm == "sft" else None,
     )
 
@@ -78,7 +78,7 @@ def check_output_dir(config: Config) -> None:
         raise ConfigError(f"--output-dir {folder} cannot be written: {existing} is read-only; choose another")
 
 
-def _image_key(config: Config) -> str | None:
+def image_key(config: Config) -> str | None:
     """Return the column of images: the option of a feature that names a column."""
     keys = (key for key in all_keys().values() if key.is_marked(Column) and key.section != config.data.NAME)
     return next((found for key in keys if (found := key.value(config)) is not None), None)

@@ -13,7 +13,9 @@ from fsdptrain import registry
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
+from fsdptrain.rewards.calls import RewardCalls, check_signature
 from fsdptrain.rewards.values import RewardResult
+from fsdptrain.types import Prompt
 
 REWARDS = registry.Table[RewardFunction](
     {
@@ -50,7 +52,9 @@ def check_reward(reward: RewardConfig, *, prompt_data: Sequence[str], has_enviro
     """Raise the ConfigError that `build_reward` would raise. Imports functions of the user, but no others."""
     for name in _parse_all(reward, prompt_data, has_environment):
         if name not in REWARDS or name == JUDGE:
-            _function(name, reward)
+            calls = RewardCalls(_function(name, reward), where=f"--reward {name}")
+            if "completions" not in calls.parameters:  # which also takes columns of the data
+                check_signature(calls, Prompt("0", [], ""))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fsdptrain.errors import RewardError, describe
+from fsdptrain.errors import ConfigError, RewardError, describe
+from fsdptrain.registry import check_call
 from fsdptrain.rewards.values import WRONG, RewardResult, to_result
 from fsdptrain.types import Prompt
 
@@ -117,3 +118,14 @@ class RewardCalls:
 def reason(error: BaseException) -> str:
     """Return why a call that raised left its samples unscored."""
     return str(error) if isinstance(error, RewardError) else describe(error)
+
+
+def check_signature(reward: RewardCalls, prompt: Prompt) -> None:
+    """Raise ConfigError if the function cannot be called for a sample of `prompt`."""
+    args, kwargs = reward.arguments([(prompt, "")])
+    try:
+        check_call(reward.function, lambda f: f(*args, **kwargs), where=reward.where)
+    except ConfigError as error:
+        columns = f"; the data has the columns {', '.join(prompt.metadata)}" if kwargs else ""
+        fix = "write f(prompt, response), or f(prompts, responses) for lists"
+        raise ConfigError(f"{error}{columns}; {fix}") from error

@@ -11,9 +11,8 @@ from fsdptrain.config import Config
 from fsdptrain.cores import usable_cores
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.registry import check_call
 from fsdptrain.rewards.build import Component, WeightedSum
-from fsdptrain.rewards.calls import Call, Outcome, RewardCalls
+from fsdptrain.rewards.calls import Call, Outcome, RewardCalls, check_signature
 from fsdptrain.rewards.functions import environment, exact, format_tags
 from fsdptrain.rewards.local import EventLoop, InProcess
 from fsdptrain.rewards.patience import Patience
@@ -83,7 +82,7 @@ class ParallelReward:
         lines: list[str] = []
         for index, runner in enumerate(self._runners):
             for prompt in prompts:
-                _check_signature(runner, prompt)
+                check_signature(runner.reward, prompt)
             if not call or not prompts or _is_ours(runner.reward.function):
                 continue
             self._patience.begin()
@@ -181,16 +180,6 @@ def _where(component: Component) -> str:
 
 def _is_ours(function: RewardFunction) -> bool:
     return str(getattr(function, "__module__", "")).startswith("fsdptrain.rewards.")
-
-
-def _check_signature(runner: Runner, prompt: Prompt) -> None:
-    args, kwargs = runner.reward.arguments([(prompt, "")])
-    try:
-        check_call(runner.reward.function, lambda f: f(*args, **kwargs), where=runner.reward.where)
-    except ConfigError as error:
-        columns = f"; the data has the columns {', '.join(prompt.metadata)}" if kwargs else ""
-        fix = "write f(prompt, response), or f(prompts, responses) for lists"
-        raise ConfigError(f"{error}{columns}; {fix}") from error
 
 
 def build_parallel(config: Config, reward: RewardFunction | WeightedSum) -> ParallelReward:

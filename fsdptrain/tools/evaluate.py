@@ -1,5 +1,6 @@
 """`fsdptrain eval`: the command line of a run that evaluates a model and trains nothing."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from fsdptrain.config.flags import RECIPE, Option, config_options, parse, withou
 from fsdptrain.config.keys import flatten
 from fsdptrain.config.recipe import read_recipe
 from fsdptrain.errors import ConfigError
+from fsdptrain.rank_variables import read_rank_variables
 
 ALL = 10**9  # rows
 CHECKPOINT = Option(
@@ -27,8 +29,8 @@ Takes the options of a run too: --prompt-data, --reward, --rollout-engine, --env
 --n-samples-per-eval-prompt, --eval-temperature, ... All rows of --prompt-data are scored,
 or --eval-size of them; 128 of generated data. A training checkpoint has the options of its
 run, and by default its held-out rows. A supervised one computes eval/loss; to generate, add
---sft-eval-generate. Writes metrics.jsonl and samples.jsonl, with one line
-per sample, to --output-dir."""
+--sft-eval-generate. Writes metrics.jsonl and samples.jsonl, with one line per sample, to
+--output-dir. Default: runs/NAME-eval, or runs/NAME-eval-2 if that exists."""
 
 
 def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
@@ -51,15 +53,26 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
         raise ConfigError(f"--prompt-data {' '.join(sources)}: fsdptrain eval takes one source")
     data = next(iter(sources), None)
     rows: list[str] = []
+    if data is not None and model[0] == RECIPE.flag:  # what the run said of its own data
+        own_data = ["prompt_split"] if data.startswith("reasoning_gym:") else ["prompt_split", "data_size"]
+        rows = [word for key in own_data for word in (config_options()[key].flag, str(config_options()[key].default))]
     if data is not None and "eval_prompt_data" not in given and data != "environment":
-        rows = ["--eval-prompt-data", data]
+        rows += ["--eval-prompt-data", data]
         if "eval_size" not in given and not data.startswith("reasoning_gym:"):
             rows += ["--eval-size", str(ALL)]
-    output = Path(given.get("output_dir") or f"runs/{name}-eval")
+    output = Path(given.get("output_dir") or _unused(f"runs/{name}-eval"))
     flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1"]
     if _generates(given, model):
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
+
+
+def _unused(folder: str) -> str:
+    """Return `folder`, or `folder-2`, ... if there is one. Under torchrun always `folder`: ranks must agree."""
+    if read_rank_variables():
+        return folder
+    names = itertools.chain([folder], (f"{folder}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not Path(name).exists())
 
 
 def _model(given: str) -> tuple[list[str], str]:
@@ -76,7 +89,9 @@ def _model(given: str) -> tuple[list[str], str]:
             return [*recipe, "--hf-checkpoint", str(exported), "--resume", "never"], path.resolve().name
         path = newest_checkpoint(path)
     if not (path / PROGRESS_FILE).is_file():
-        return ["--hf-checkpoint", given, "--resume", "never"], path.resolve().name
+        folders = [path.resolve(), path.resolve().parent]  # that of the run, if it is the exported model of one
+        name = f"{folders[1].name}-{path.name}" if is_run(folders[1]) else folders[0].name
+        return ["--hf-checkpoint", given, "--resume", "never"], name
     run = path.resolve().parent.parent
     return ["--recipe", str(run / CONFIG_FILE), "--resume", str(path)], f"{run.name}-{path.name}"
 

@@ -101,12 +101,12 @@ def _tell_changes(config: Config, checkpoint: Path, step: int) -> None:
     """
     changes = changed_values(checkpoint.parent.parent, config)
     learned = changes[OnResume.REFUSED] + changes[OnResume.TUNING]
-    if learned and step >= config.run.num_rollout:
+    if learned and step >= config.run.num_rollout > 0:  # an evaluation has other options on purpose
         raise ConfigError(
             f"{checkpoint} is the end of a run of {step} rollouts, so {learned[0]} would have no effect: "
             "choose another --output-dir, or a larger --num-rollout to go on"
         )
-    if any(changes.values()) and config.run.num_rollout:  # an evaluation has other options on purpose
+    if any(changes.values()) and config.run.num_rollout:
         log.warning("resumes after step %d with %s", step, ", ".join(chain(*changes.values())))
 
 

@@ -137,6 +137,10 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(tmp_path):
         (["--reward", "maths"], "--reward does not know 'maths'; did you mean 'math'?"),
         (["--reward", "own:none"], "--reward own:none: module 'own' has no attribute 'none'"),
         (["--reward", "broken:f"], "--reward broken:f cannot be imported: ZeroDivisionError"),
+        (["--reward", "own:one"], "--reward own:one takes (x), which does not fit its calls"),
+        (["--prompt-data", "rows.jsonl?foo=3", "--hf-checkpoint", "m"], "rows.jsonl: no option 'foo'"),
+        (["--prompt-data", "second.jsonl", "--hf-checkpoint", "m"], "--prompt-data second.jsonl cannot be read: "),
+        (["--environment", "nope", "--hf-checkpoint", "m"], "--environment does not know 'nope'"),
         (["--output-dir", "rows.txt/run"], "--output-dir rows.txt/run cannot be written: "),
         (["--hf-checkpoint", "./none"], "--hf-checkpoint ./none is not a local folder"),
         (["--hf-checkpoint", "empty"], "--hf-checkpoint empty has no config.json"),
@@ -151,7 +155,8 @@ def test_a_dry_run_finds_what_would_end_the_run(flags, message, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
     (tmp_path / "rows.csv").write_text("prompt,label\n1+1,2\n")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1"], "label": ["2"]}), tmp_path / "rows.parquet")
-    (tmp_path / "own.py").write_text("def f(prompt, text): return 1.0\n")
+    (tmp_path / "own.py").write_text("def f(prompt, text): return 1.0\ndef one(x): return 1.0\n")
+    (tmp_path / "second.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n{"prompt": \n')
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "empty").mkdir()
     shutil.copytree(configs.CONFIGS / "qwen3-4b", tmp_path / "m")
@@ -218,9 +223,9 @@ def test_a_dry_run_says_what_it_did_not_check(tmp_path):
     done = fsdptrain(*MODEL, "--prompt-data", "openai/gsm8k?name=main=0.5", "a/b=0.5", "--dry-run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line for line in done.stdout.splitlines() if line.startswith("# not checked: ")] == [
-        "# not checked: --hf-checkpoint Qwen/Qwen3-4B, which is on the Hub",
-        "# not checked: --prompt-data openai/gsm8k, which is on the Hub",
-        "# not checked: --prompt-data a/b, which is on the Hub",
+        "# not checked: --hf-checkpoint Qwen/Qwen3-4B, which is no local folder: on the Hub?",
+        "# not checked: --prompt-data openai/gsm8k, which is no local file or folder: on the Hub?",
+        "# not checked: --prompt-data a/b, which is no local file or folder: on the Hub?",
     ]
 
 

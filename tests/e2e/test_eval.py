@@ -56,6 +56,27 @@ def test_all_rows_of_a_file_are_scored_and_written(run: Path, tmp_path: Path) ->
     assert found["eval/heldout/pass@4"] == pytest.approx(sum(solved) / 11)
 
 
+def test_a_finished_run_is_scored_on_other_data_with_other_options(run: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}?", "label": "1"}) + "\n" for i in range(3)))
+    more = ["--reward", "tests.e2e.rewards:variety", "--rollout-max-response-len", "6", "--system-prompt", "be brief"]
+    argv = ["eval", str(run), "--prompt-data", str(data), *more, "--output-dir", str(tmp_path / "eval")]
+    result = command.run(argv, tmp_path)
+    assert result.code == 0, result.err
+    assert len({row["prompt"] for row in rows_of(tmp_path / "eval" / "samples.jsonl")}) == 3
+
+
+def test_each_evaluation_has_a_folder_of_its_own(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = {"org/model": "model-eval", str(run): "run-step_00000002-eval", str(run / "hf"): "run-hf-eval"}
+    for model, name in expected.items():
+        folders = []
+        for _ in range(3):
+            folders.append(run_arguments([model])[1])
+            folders[-1].mkdir(parents=True)
+        assert [str(folder) for folder in folders] == [f"runs/{name}", f"runs/{name}-2", f"runs/{name}-3"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -91,7 +91,7 @@ def with_instructions(config: Config, environment: LoadedEnvironment) -> Config:
 
 
 def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
-    found = _find(name)
+    found = find_environment(name)
     try:
         if inspect.iscoroutinefunction(found):
             inspect.signature(found).bind("client", None, **kwargs)
@@ -108,7 +108,8 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
     return made
 
 
-def _find(name: str) -> Any:
+def find_environment(name: str) -> Any:
+    """Return the class or function that --environment names, without making an environment. Raises ConfigError."""
     return registry.resolve(name, ENVIRONMENTS, flag=FLAG, plugins="environments")
 
 
