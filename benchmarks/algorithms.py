@@ -89,7 +89,7 @@ def warm_start(seed: int, folder: Path, *, quick: bool) -> Path:
     if not (made / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         in_process(prepare, seed, folder, TINY["demonstrations"] if quick else 20_000)
-        values = yaml.safe_load((ROOT / "recipes" / "quickstart_sft.yaml").read_text())
+        values = yaml.safe_load((ROOT / "recipes" / "spell_backward_sft_demo.yaml").read_text())
         values["model"]["hf_checkpoint"] = str(folder / "start")
         values["data"]["prompt_data"] = str(folder / "demonstrations.jsonl")
         values["run"] |= {"seed": seed, "output_dir": str(folder / "sft"), "resume": "never"}
@@ -109,7 +109,7 @@ def prepare(seed: int, folder: Path, count: int) -> None:
 
     save_start(folder / "start", seed=seed)
     size = {} if count > 1000 else {"data_size": 500, "eval_size": 16}
-    config = load_recipe(ROOT / "recipes" / "quickstart.yaml", seed=seed, rollout_seed=seed, **size)
+    config = load_recipe(ROOT / "recipes" / "spell_backward_demo.yaml", seed=seed, rollout_seed=seed, **size)
     write_demonstrations(folder / "demonstrations.jsonl", config, count=count)
 
 
@@ -125,7 +125,7 @@ def algorithm_config(name: str, seed: int, start: Path, run: Path, *, quick: boo
 
 def second_half(start: Path, run: Path, *, seed: int, num_rollouts: int, quick: bool) -> dict[str, Any]:
     """Return the quickstart's recipe starting from `start`, evaluated at both ends."""
-    values = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    values = yaml.safe_load((ROOT / "recipes" / "spell_backward_demo.yaml").read_text())
     values["model"]["hf_checkpoint"] = str(start)
     values["run"] = {
         "seed": seed,

@@ -4,7 +4,8 @@
     python benchmarks/end_to_end.py --quick                                       # check that both sides run
 
 The task, model and warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M parameters, on a
-CPU. Both sides use the same initial weights, prompts in the same order, reward, and options of recipes/quickstart.yaml:
+CPU. Both sides use the same initial weights, prompts in the same order, reward, and the options of
+recipes/spell_backward_demo.yaml:
 256 completions per rollout, two optimizer steps, clip bounds 0.2 and 0.28, no KL term. TRL trains 128 rows at a time.
 The warm-up runs once; each round uses another GRPO seed, for sampling and prompts. Only one side runs at a time, and
 the side that goes first alternates.
@@ -103,7 +104,7 @@ class Judge:
 
 def config_of(start: Path, seed: int, run: Path, args: argparse.Namespace) -> Config:
     return load_recipe(
-        ROOT / "recipes" / "quickstart.yaml",
+        ROOT / "recipes" / "spell_backward_demo.yaml",
         hf_checkpoint=str(start),
         seed=seed,
         rollout_seed=seed,

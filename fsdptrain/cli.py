@@ -23,6 +23,7 @@ from fsdptrain.help_text import asks_for_help, print_options, print_run_help
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.quiet import silence_libraries
 from fsdptrain.rank_variables import read_rank_variables
+from fsdptrain.registry import suggest
 
 _BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # suppress C++ stack traces; errors are reported in one line
 
@@ -100,8 +101,8 @@ def _command(argv: Sequence[str]) -> int:
         return _print_completion(argv[1:])
     if first.isalpha() and not Path(first).exists():  # paths and hub ids get a more specific error
         raise ConfigError(
-            f"{first!r} is not a command: it is fsdptrain {', fsdptrain '.join(COMMANDS)}, or only flags to train, "
-            "e.g. fsdptrain --hf-checkpoint Qwen/Qwen3-4B"
+            f"{first!r} is not a command; the commands are {', '.join(COMMANDS)}, and flags alone train, e.g. "
+            f"fsdptrain --hf-checkpoint Qwen/Qwen3-4B{suggest(first, list(COMMANDS))}"
         )
     return train(argv)
 
@@ -172,13 +173,15 @@ def export(argv: Sequence[str]) -> int:
         flat: option for flat, option in config_options().items() if all_keys()[flat].is_marked(ExportChoice)
     }
     if asks_for_help(argv):
-        return print_options("fsdptrain export", EXPORT_USAGE, options)
+        return print_options("fsdptrain export [RUN | CHECKPOINT]", EXPORT_USAGE, options)
     if argv and not argv[0].startswith("-"):  # fsdptrain export runs/x
         argv = [EXPORT["checkpoint"].flag, *argv]
     values = parse(argv, options)
     if not values.get("checkpoint"):
         raise ConfigError(f"--checkpoint is missing, e.g. {EXPORT_EXAMPLE}")
     checkpoint, output = Path(values.pop("checkpoint")), values.pop("output", None)
+    if not checkpoint.exists():
+        raise ConfigError(f"--checkpoint {checkpoint} does not exist: it is a run, or one of its checkpoints")
     if is_run(checkpoint):
         output = output or str(checkpoint / EXPORT_FOLDER)
         checkpoint = newest_checkpoint(checkpoint)
@@ -197,7 +200,7 @@ def evaluate(argv: Sequence[str]) -> int:
     from fsdptrain.tools.evaluate import CHECKPOINT, USAGE, run_arguments, table
 
     if asks_for_help(argv):
-        return print_options("fsdptrain eval", USAGE, {"checkpoint": CHECKPOINT})
+        return print_options("fsdptrain eval [RUN | MODEL]", USAGE, {"checkpoint": CHECKPOINT})
     arguments, output = run_arguments(argv)
     code = train(arguments)
     if code == 0 and _is_rank_0() and "--dry-run" not in arguments:

@@ -71,7 +71,10 @@ def needed_extras(config: Config, *, on_gpu: bool) -> set[str]:
         "torchao": bool(config.section(Fp8Config).fp8) or config.optim.optimizer == "adamw8bit",
         "trackio": "trackio" in config.log.to,
         "vision": config.section(VisionConfig).image_key is not None,
-        "vllm": on_gpu and config.generates and uses_vllm_here(config),
+        "vllm": on_gpu
+        and config.generates
+        and uses_vllm_here(config)
+        and config.section(VisionConfig).image_key is None,
         "wandb": "wandb" in config.log.to,
     }
     return {extra for extra, is_needed in needs.items() if is_needed}

@@ -56,7 +56,9 @@ def train_student(folder: Path, seed: int, rollouts: int, name: str) -> Path:
     flags = ["--hf-checkpoint", str(folder / "sft" / "hf"), "--seed", str(seed), "--rollout-seed", str(seed)]
     flags += ["--num-rollout", str(rollouts), "--eval-interval", str(EVERY), "--save-interval", "0", "--no-export"]
     teacher = ["--opd-teacher", str(folder / "grpo" / "hf")] if STUDENTS[name] else []
-    demo.run_command(["--recipe", "quickstart", *flags, *teacher, *FEW, *STUDENTS[name], "--output-dir", str(run)])
+    demo.run_command(
+        ["--recipe", "spell_backward_demo", *flags, *teacher, *FEW, *STUDENTS[name], "--output-dir", str(run)]
+    )
     return run
 
 

@@ -25,12 +25,12 @@ Score a model without training it: accuracy, pass@k, mean reward.
 
   fsdptrain eval runs/Qwen3-4B-grpo --prompt-data questions.jsonl
 
-Takes the options of a run too: --prompt-data, --reward, --rollout-engine, --environment,
---n-samples-per-eval-prompt, --eval-temperature, ... All rows of --prompt-data are scored,
-or --eval-size of them; 128 of generated data. A training checkpoint has the options of its
-run, and by default its held-out rows. A supervised one computes eval/loss; to generate, add
---sft-eval-generate. Writes metrics.jsonl and samples.jsonl, with one line per sample, to
---output-dir. Default: runs/NAME-eval, or runs/NAME-eval-2 if that exists."""
+Takes the options of a run too, such as --prompt-data, --reward, --rollout-engine,
+and --n-samples-per-eval-prompt. All rows of --prompt-data are scored, or as many
+as --eval-size says; 128 of generated data. A training checkpoint has the options of its
+run, and by default its held-out rows. A supervised one computes eval/loss; to generate,
+add --sft-eval-generate. Writes metrics.jsonl and samples.jsonl, with one line per sample,
+to --output-dir: by default runs/NAME-eval, or runs/NAME-eval-2 if that exists."""
 
 
 def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:

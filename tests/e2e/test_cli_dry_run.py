@@ -238,12 +238,14 @@ def test_recipes_are_listed_and_shown(tmp_path):
     listed = fsdptrain("recipes", cwd=tmp_path)
     assert (listed.returncode, listed.stderr) == (0, "")
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [path.stem for path in RECIPES]
-    assert re.search(r"^quickstart +CPU +GRPO of a model of 0.1 M parameters .*\.$", listed.stdout, re.MULTILINE)
-    shown = fsdptrain("recipes", "show", "quickstart", cwd=tmp_path)
-    assert shown.stdout == (ROOT / "recipes" / "quickstart.yaml").read_text()
-    unknown = fsdptrain("recipes", "show", "quickstrat", cwd=tmp_path)
+    assert re.search(
+        r"^spell_backward_demo +CPU +GRPO of a model of 0.1 M parameters .*\.$", listed.stdout, re.MULTILINE
+    )
+    shown = fsdptrain("recipes", "show", "spell_backward_demo", cwd=tmp_path)
+    assert shown.stdout == (ROOT / "recipes" / "spell_backward_demo.yaml").read_text()
+    unknown = fsdptrain("recipes", "show", "spell_backwards_demo", cwd=tmp_path)
     assert unknown.returncode == 2
-    assert "did you mean 'quickstart'?" in unknown.stderr
+    assert "did you mean 'spell_backward_demo'?" in unknown.stderr
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def complete(script: Path, *words: str) -> list[str]:
         (["--algorithm", "=", "gs"], ["gspo"]),  # bash splits at =
         (["--lr", "1", "--sft-loss-on", ""], ["assistant", "last", "all"]),
         (["--reward", "ma"], ["math"]),
-        (["--recipe", "quick"], ["quickstart", "quickstart_sft"]),
-        (["recipes", "show", "quickstart_"], ["quickstart_sft"]),
+        (["--recipe", "spell"], ["spell_backward_demo", "spell_backward_sft_demo"]),
+        (["recipes", "show", "spell_backward_s"], ["spell_backward_sft_demo"]),
         (["plan", "--num-g"], ["--num-gpus"]),
         (["--num-g"], []),
         (["eval", "--checkp"], ["--checkpoint"]),

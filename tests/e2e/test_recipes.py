@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {  # recipes that other tests train, and where
     "mixture_qwen3_4b": "e2e/test_sources.py",
     "openenv_guess_number_qwen3_4b": "environments/test_episodes.py",
-    "quickstart": "e2e/test_demo.py",
-    "quickstart_sft": "e2e/test_demo.py",
+    "spell_backward_demo": "e2e/test_demo.py",
+    "spell_backward_sft_demo": "e2e/test_demo.py",
     "sft_qwen2.5_7b": "e2e/test_sft.py",
     "verifiers_hangman_qwen3_4b": "environments/test_runs.py",
 }
@@ -221,7 +221,7 @@ def make_files_of(config: Config, folder: Path) -> None:
 def test_every_recipe_is_trained_by_a_test() -> None:
     assert {path.stem for path in RECIPES} >= set(ELSEWHERE)
     for name, test in ELSEWHERE.items():
-        program = "fsdptrain/tools/demo/demo.py" if "quickstart" in name else f"tests/{test}"
+        program = "fsdptrain/tools/demo/demo.py" if "spell_backward" in name else f"tests/{test}"
         assert name in (ROOT / program).read_text()
 
 

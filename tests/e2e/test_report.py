@@ -46,7 +46,7 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
         (["report", "nowhere"], "nowhere has no metrics.jsonl with a step in it: pass the --output-dir of a run"),
         (
             ["trian", "--lr", "1e-5"],
-            "'trian' is not a command: it is fsdptrain train, fsdptrain demo, fsdptrain recipes, fsdptrain inspect,",
+            "'trian' is not a command; the commands are train, demo, recipes, inspect, plan,",
         ),
     ],
 )

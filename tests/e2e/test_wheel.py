@@ -72,7 +72,7 @@ def test_the_wheel_has_the_recipes_the_demo_and_the_license(wheel: Path) -> None
 def test_commands_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     where = run(installed, tmp_path, "python", "-c", "import fsdptrain; print(fsdptrain.__file__)")
     assert Path(where.strip()).is_relative_to(installed.parent)
-    assert "quickstart_sft" in run(installed, tmp_path, "fsdptrain", "recipes")
+    assert "spell_backward_sft_demo" in run(installed, tmp_path, "fsdptrain", "recipes")
     shown = run(installed, tmp_path, "fsdptrain", "recipes", "show", "gsm_symbolic_qwen3_4b")
     assert shown == (ROOT / "recipes" / "gsm_symbolic_qwen3_4b.yaml").read_text()
     assert "# recipe" in run(installed, tmp_path, "fsdptrain", "--recipe", "gsm_symbolic_qwen3_4b", "--dry-run")

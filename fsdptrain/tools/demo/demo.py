@@ -83,8 +83,8 @@ def stages(folder: Path, seed: int) -> list[tuple[str, str, list[str]]]:
     warm_up = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(folder / "demonstrations.jsonl")]
     grpo = ["--hf-checkpoint", str(folder / "sft" / "hf")]
     return [
-        ("sft", "quickstart_sft", [*warm_up, *both, "--output-dir", str(folder / "sft")]),
-        ("grpo", "quickstart", [*grpo, *both, "--output-dir", str(folder / "grpo")]),
+        ("sft", "spell_backward_sft_demo", [*warm_up, *both, "--output-dir", str(folder / "sft")]),
+        ("grpo", "spell_backward_demo", [*grpo, *both, "--output-dir", str(folder / "grpo")]),
     ]
 
 
@@ -100,7 +100,7 @@ def prepare(folder: Path, seed: int) -> None:
     heading = "[1/3] Building a tokenizer and a Qwen3 of 0.1 M parameters, and writing 20,000 demonstrations ..."
     print(heading, flush=True)
     save_start(folder / "start", seed=seed)
-    config = load_recipe("quickstart", seed=seed, rollout_seed=seed)
+    config = load_recipe("spell_backward_demo", seed=seed, rollout_seed=seed)
     write_demonstrations(folder / "demonstrations.jsonl", config, count=20_000)
 
 

@@ -10,7 +10,7 @@ from fsdptrain.config.precedence import ALGORITHM_OWN
 from fsdptrain.config.presets import PRESETS
 from fsdptrain.config.recipe import LEFT_OUT, SUPERSEDED
 
-QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "spell_backward_demo.yaml"
 
 
 def decided(config):

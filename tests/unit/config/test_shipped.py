@@ -14,7 +14,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 def test_the_package_has_the_recipes_of_the_repository():
     assert recipe_names() == [path.stem for path in RECIPES]
-    assert load_recipe("quickstart") == load_recipe(ROOT / "recipes" / "quickstart.yaml")
+    assert load_recipe("spell_backward_demo") == load_recipe(ROOT / "recipes" / "spell_backward_demo.yaml")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
@@ -34,18 +34,18 @@ def test_a_header_without_these_lines_is_listed_as_a_dash(tmp_path):
 
 def test_an_existing_file_wins_over_an_included_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "quickstart_sft").mkdir()
-    assert find_recipe("quickstart_sft") == FOLDER / "quickstart_sft.yaml"
-    (tmp_path / "quickstart").write_text("hf_checkpoint: mine\n")
-    assert load_recipe("quickstart").model.hf_checkpoint == "mine"
+    (tmp_path / "spell_backward_sft_demo").mkdir()
+    assert find_recipe("spell_backward_sft_demo") == FOLDER / "spell_backward_sft_demo.yaml"
+    (tmp_path / "spell_backward_demo").write_text("hf_checkpoint: mine\n")
+    assert load_recipe("spell_backward_demo").model.hf_checkpoint == "mine"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("quickstrat", "is no file and no recipe of fsdptrain; did you mean 'quickstart'"),
+        ("spell_backwards_demo", "is no file and no recipe of fsdptrain; did you mean 'spell_backward_demo'"),
         ("banana", "is no file and no recipe of fsdptrain; `fsdptrain recipes` lists them"),
-        ("recipes/quickstart.yaml", "No such file or directory; did you mean 'quickstart'?"),
+        ("recipes/spell_backward_demo.yaml", "No such file or directory; did you mean 'spell_backward_demo'?"),
         ("none.yaml", "none.yaml cannot be read: No such file or directory"),
         ("some/where", "some/where cannot be read: No such file or directory"),
     ],
