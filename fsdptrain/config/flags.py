@@ -10,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from fsdptrain.config.checks import check_data_options
-from fsdptrain.config.keys import advice, all_keys, equivalent, flatten
+from fsdptrain.config.keys import advice, all_keys, flatten, translation
 from fsdptrain.config.presets import preset_values
 from fsdptrain.config.problems import describe, near
 from fsdptrain.config.recipe import Source, combine, read_recipe
@@ -18,6 +18,7 @@ from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
 
 _FLAG = re.compile(r"--[A-Za-z]")
+_HYDRA = re.compile(r"\+{0,2}(\w+(?:\.\w+)+)=")  # a.b.c=value
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
             values[key] = not negated
             continue
         tokens = [attached] if equals else _take(rest, many=option.many)
+        _refuse_option_of_hydra(tokens)
         values[key] = convert(option, tokens)
     return values
 
@@ -141,8 +143,8 @@ def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], 
     if flag.startswith("--no-") and positive in by_flag and options[by_flag[positive]].is_switch:
         return by_flag[positive], True
     if not _FLAG.match(word):
-        if advised := equivalent(word.partition("=")[0]):  # Hydra writes key=value
-            raise ConfigError(f"unexpected argument {word!r}: it is {advised} here")
+        if advised := translation(word.partition("=")[0]):  # Hydra writes key=value
+            raise ConfigError(f"unexpected argument {word!r}: {advised}")
         raise ConfigError(f"unexpected argument {word!r}: options begin with --, e.g. --hf-checkpoint {word}")
     raise ConfigError(f"unknown flag {flag}{advice(flag, list(by_flag))}")
 
@@ -154,6 +156,15 @@ def _refuse_value(option: Option, attached: str | None, rest: list[str]) -> None
         off = f"--no-{option.flag[2:]}"
         shown = option.flag if option.annotation is bool else off
         raise ConfigError(f"{shown} takes no value, got {value!r}: it is {option.flag} or {off}")
+
+
+def _refuse_option_of_hydra(tokens: Sequence[str]) -> None:
+    """Refuse `data.train_batch_size=8` of verl among the values of a flag that takes several, such as --prompt-data."""
+    for match in filter(None, map(_HYDRA.match, tokens)):
+        from fsdptrain.config.other_names import is_listed  # only for such a word
+
+        if is_listed(match[1]):
+            raise ConfigError(f"unexpected argument {match.string!r}: {translation(match[1])}")
 
 
 def _take(rest: list[str], *, many: bool) -> list[str]:

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -143,26 +142,26 @@ def _fields_of(section: str, value: Any) -> dict[str, Any]:
         raise ConfigError(f"{section!r} is a section, it takes a mapping such as {example}, got {value!r}")
     for name in value:
         if name not in known:
-            raise ConfigError(f"unknown key {str(name)!r} in section {section!r}{advice(str(name), known)}")
+            translated = translation(f"{section}.{name}")  # verl and OpenRLHF have a section data, too
+            advised = f": {translated}" if translated else advice(str(name), known)
+            raise ConfigError(f"unknown key {str(name)!r} in section {section!r}{advised}")
     return dict(value)
 
 
-def equivalent(name: str) -> str:
-    """Return the flag here for the `name` that another trainer gives an option, or ""."""
-    from fsdptrain.config.other_names import as_flag, names_here  # only for errors
+def translation(name: str) -> str:
+    """Return advice for the `name` that another trainer gives an option, or ""."""
+    from fsdptrain.config.other_names import translate  # only for errors
 
-    return names_here().get(as_flag(name), "")
+    return translate(name)
 
 
 def advice(name: str, known: list[str]) -> str:
     """Return advice for an unknown `name`: the name here of another trainer's option, or the nearest name."""
-    from fsdptrain.config.other_names import ADVICE, as_flag, names_here  # only for errors
+    from fsdptrain.config.other_names import similar, translate  # only for errors
 
-    flag, others = as_flag(name), names_here()
-    if flag in ADVICE:
-        return f": {ADVICE[flag]}"
-    if flag in others:
-        return f": it is {others[flag]} here"
-    near = suggest(name, known, cutoff=0.8)
-    elsewhere = [] if near else get_close_matches(flag, others, n=1, cutoff=0.9)
-    return f": {elsewhere[0]} is {others[elsewhere[0]]} here" if elsewhere else near
+    if translated := translate(name):
+        return f": {translated}"
+    if near := suggest(name, known, cutoff=0.8):
+        return near
+    elsewhere = similar(name)
+    return f": {elsewhere}" if elsewhere else ""

@@ -4,20 +4,27 @@ Imported after such an error only. `OTHER_NAMES` has one plain table per trainer
 option here. docs/coming_from_slime.md lists all flags of slime; here are those that have another name.
 """
 
+from difflib import get_close_matches
+
 OTHER_NAMES: dict[str, dict[str, str]] = {
     "trl": {  # GRPOConfig, SFTConfig, ModelConfig and ScriptArguments of TRL 1.16
         "model_name_or_path": "--hf-checkpoint",
+        "dtype": "--bf16",
         "dataset_name": "--prompt-data",
+        "dataset_config": "--prompt-data",
         "dataset_train_split": "--prompt-split",
+        "dataset_streaming": "--prompt-data-streaming",
+        "shuffle_dataset": "--rollout-shuffle",
         "learning_rate": "--lr",
         "lr_scheduler_type": "--lr-decay-style",
         "warmup_steps": "--lr-warmup-iters",
         "max_steps": "--num-rollout",
+        "num_train_epochs": "--num-rollout",
         "max_grad_norm": "--clip-grad",
         "optim": "--optimizer",
         "adam_epsilon": "--adam-eps",
         "per_device_train_batch_size": "--max-tokens-per-gpu",
-        "gradient_accumulation_steps": "--global-batch-size",
+        "generation_batch_size": "--rollout-batch-size",
         "steps_per_generation": "--steps-per-rollout",
         "num_iterations": "--epochs-per-rollout",
         "num_generations": "--n-samples-per-prompt",
@@ -28,16 +35,32 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "top_k": "--rollout-top-k",
         "min_p": "--rollout-min-p",
         "beta": "--kl-loss-coef",
+        "use_bias_correction_kl": "--use-unbiased-kl",
         "epsilon": "--eps-clip",
         "epsilon_high": "--eps-clip-high",
+        "delta": "--eps-clip-c",
+        "importance_sampling_level": "--algorithm",
         "loss_type": "--loss",
+        "sapo_temperature_pos": "--sapo-tau-pos",
+        "sapo_temperature_neg": "--sapo-tau-neg",
         "scale_rewards": "--advantage-scale",
         "mask_truncated_completions": "--mask-truncated",
+        "off_policy_mask_threshold": "--opsm-delta",
+        "vllm_importance_sampling_correction": "--mismatch-correction",
+        "vllm_importance_sampling_mode": "--mismatch-correction",
+        "vllm_importance_sampling_clip_max": "--mismatch-high",
+        "vllm_importance_sampling_clip_min": "--mismatch-low",
+        "sync_ref_model": "--ref-update-interval",
         "ref_model_sync_steps": "--ref-update-interval",
         "reward_funcs": "--reward",
+        "reward_weights": "--reward",
+        "multi_objective_aggregation": "--multi-reward",
+        "max_tool_calling_iterations": "--max-turns",
         "use_vllm": "--rollout-engine",
         "vllm_mode": "--rollout-engine",
         "vllm_server_base_url": "--rollout-urls",
+        "vllm_server_timeout": "--server-start-timeout",
+        "vllm_tensor_parallel_size": "--rollout-engine-args",
         "vllm_gpu_memory_utilization": "--rollout-kv-cache-gib",
         "lora_r": "--lora-rank",
         "lora_target_modules": "--lora-targets",
@@ -51,19 +74,24 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "resume_from_checkpoint": "--resume",
         "report_to": "--log-to",
         "run_name": "--log-run-name",
+        "log_completions": "--log-num-samples",
         "lmbda": "--opd-on-policy-fraction",
     },
     "verl": {  # ppo_trainer.yaml
         "actor_rollout_ref.model.path": "--hf-checkpoint",
+        "actor_rollout_ref.model.trust_remote_code": "--trust-remote-code",
+        "actor_rollout_ref.model.use_remove_padding": "--layout",
         "actor_rollout_ref.model.lora_rank": "--lora-rank",
         "actor_rollout_ref.model.lora_alpha": "--lora-alpha",
         "actor_rollout_ref.model.target_modules": "--lora-targets",
         "actor_rollout_ref.model.enable_gradient_checkpointing": "--gradient-checkpointing",
         "actor_rollout_ref.model.enable_activation_offload": "--offload-activations",
         "actor_rollout_ref.model.use_liger": "--liger",
+        "actor_rollout_ref.model.use_fused_kernels": "--logprob-kernel",
         "actor_rollout_ref.actor.optim.lr": "--lr",
         "actor_rollout_ref.actor.optim.lr_warmup_steps": "--lr-warmup-iters",
         "actor_rollout_ref.actor.optim.weight_decay": "--weight-decay",
+        "actor_rollout_ref.actor.optim.betas": "--adam-beta2",
         "actor_rollout_ref.actor.grad_clip": "--clip-grad",
         "actor_rollout_ref.actor.optim.clip_grad": "--clip-grad",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "--global-batch-size",
@@ -83,13 +111,20 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "--context-parallel-size",
         "actor_rollout_ref.actor.fsdp_config.param_offload": "--fsdp-cpu-offload",
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "--offload-optimizer",
+        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "--fsdp-reshard-after-forward",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size": "--fsdp-replicate-size",
         "actor_rollout_ref.rollout.name": "--rollout-engine",
         "actor_rollout_ref.rollout.n": "--n-samples-per-prompt",
         "actor_rollout_ref.rollout.temperature": "--rollout-temperature",
         "actor_rollout_ref.rollout.top_p": "--rollout-top-p",
+        "actor_rollout_ref.rollout.top_k": "--rollout-top-k",
         "actor_rollout_ref.rollout.gpu_memory_utilization": "--rollout-kv-cache-gib",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "--rollout-engine-args",
         "actor_rollout_ref.rollout.val_kwargs.n": "--n-samples-per-eval-prompt",
         "actor_rollout_ref.rollout.val_kwargs.temperature": "--eval-temperature",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "--max-turns",
+        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "--max-observation-len",
+        "actor_rollout_ref.rollout.agent.num_workers": "--environment-workers",
         "data.train_files": "--prompt-data",
         "data.val_files": "--eval-prompt-data",
         "data.prompt_key": "--input-key",
@@ -97,12 +132,26 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "data.max_prompt_length": "--rollout-max-prompt-len",
         "data.max_response_length": "--rollout-max-response-len",
         "data.train_batch_size": "--rollout-batch-size",
+        "data.shuffle": "--rollout-shuffle",
+        "data.apply_chat_template_kwargs": "--chat-template-kwargs",
         "custom_reward_function.path": "--reward",
         "reward.custom_reward_function.path": "--reward",
+        "reward.num_workers": "--reward-workers",
         "algorithm.adv_estimator": "--advantage-estimator",
         "algorithm.norm_adv_by_std_in_grpo": "--advantage-scale",
+        "algorithm.use_kl_in_reward": "--kl-reward-coef",
         "algorithm.kl_ctrl.kl_coef": "--kl-reward-coef",
+        "algorithm.kl_ctrl.target_kl": "--kl-target",
+        "algorithm.kl_ctrl.horizon": "--kl-horizon",
+        "algorithm.filter_groups.enable": "--dynamic-sampling",
+        "algorithm.filter_groups.max_num_gen_batches": "--dynamic-sampling-max-rounds",
+        "algorithm.rollout_correction.rollout_is": "--mismatch-correction",
+        "algorithm.rollout_correction.rollout_is_threshold": "--mismatch-high",
+        "algorithm.rollout_correction.rollout_rs": "--mismatch-rejection",
+        "algorithm.rollout_correction.rollout_rs_threshold": "--mismatch-rejection-max",
+        "algorithm.rollout_correction.bypass_mode": "--use-rollout-logprobs",
         "trainer.total_training_steps": "--num-rollout",
+        "trainer.total_epochs": "--num-rollout",
         "trainer.n_gpus_per_node": "--nproc-per-node",
         "trainer.save_freq": "--save-interval",
         "trainer.test_freq": "--eval-interval",
@@ -112,6 +161,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "trainer.logger": "--log-to",
         "trainer.project_name": "--log-project",
         "trainer.experiment_name": "--log-run-name",
+        "trainer.v1.trainer_mode": "--max-staleness",
     },
     "axolotl": {
         "base_model": "--hf-checkpoint",
@@ -124,9 +174,10 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "warmup_steps": "--lr-warmup-iters",
         "warmup_ratio": "--lr-warmup-fraction",
         "max_steps": "--num-rollout",
+        "num_epochs": "--num-rollout",
         "max_grad_norm": "--clip-grad",
         "micro_batch_size": "--max-tokens-per-gpu",
-        "gradient_accumulation_steps": "--global-batch-size",
+        "flash_attention": "--attn-implementation",
         "adapter": "--lora-rank",
         "lora_r": "--lora-rank",
         "lora_target_modules": "--lora-targets",
@@ -159,16 +210,21 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "train.micro_batch_size": "--max-tokens-per-gpu",
         "train.max_tokens_per_gpu": "--max-tokens-per-gpu",
         "train.max_epochs": "--epochs-per-rollout",
+        "train.num_episodes": "--num-rollout",
         "rollout.batch_size": "--rollout-batch-size",
         "rollout.n_samples_per_prompt": "--n-samples-per-prompt",
         "rollout.max_new_tokens": "--rollout-max-response-len",
         "rollout.temperature": "--rollout-temperature",
-        "algo.kl.init_coef": "--kl-loss-coef",
+        "algo.kl.init_coef": "--kl-reward-coef",  # in the reward, unless use_loss
+        "algo.kl.use_loss": "--kl-loss-coef",
+        "algo.kl.estimator": "--kl-reward-type",
         "algo.advantage.estimator": "--advantage-estimator",
         "actor.eps_clip": "--eps-clip",
+        "actor.adam.lr": "--lr",
         "actor.dual_clip": "--eps-clip-c",
         "actor.policy_loss_type": "--loss",
         "ds.lora.rank": "--lora-rank",
+        "ds.lora.target_modules": "--lora-targets",
         "ds.adam_offload": "--offload-optimizer",
         "ds.ring_attn_size": "--context-parallel-size",
         "ckpt.output_dir": "--output-dir",
@@ -185,18 +241,21 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "train_batch_size": "--global-batch-size",
         "micro_train_batch_size": "--max-tokens-per-gpu",
         "max_epochs": "--epochs-per-rollout",
+        "num_episodes": "--num-rollout",
         "prompt_max_len": "--rollout-max-prompt-len",
         "generate_max_len": "--rollout-max-response-len",
         "eval_n_samples_per_prompt": "--n-samples-per-eval-prompt",
-        "init_kl_coef": "--kl-loss-coef",
+        "init_kl_coef": "--kl-reward-coef",
         "use_kl_loss": "--kl-loss-coef",
-        "kl_estimator": "--kl-loss-type",
+        "kl_estimator": "--kl-reward-type",
         "policy_loss_type": "--loss",
         "dual_clip": "--eps-clip-c",
+        "target_modules": "--lora-targets",
         "entropy_loss_coef": "--entropy-coef",
         "dynamic_filtering": "--dynamic-sampling",
         "ring_attn_size": "--context-parallel-size",
         "save_path": "--output-dir",
+        "max_ckpt_num": "--keep-last",
         "use_wandb": "--log-to",
         "wandb_run_name": "--log-run-name",
     },
@@ -218,10 +277,28 @@ _TORCHRUN = (
     "torchrun starts several machines: torchrun --nnodes N --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
     "HOST:29500 -m fsdptrain ..."
 )
-_TORCHRUN_FLAGS = "nnodes node-rank rdzv-backend rdzv-endpoint rdzv-id master-addr master-port node-timeout"
+_TORCHRUN_FLAGS = (
+    "nnodes node-rank rdzv-backend rdzv-endpoint rdzv-id master-addr master-port node-timeout trainer.nnodes"
+)
+_ENGINES = "--rollout-engine vllm has one on each GPU, vllm-server starts --rollout-num-servers of them"
+_LENGTH = "it is the sum of --rollout-max-prompt-len and --rollout-max-response-len here"
+_CRITIC = "there is no critic here: leave it out"
+_SHARDING = "FSDP2 shards by default, without a config file: leave it out"
 ADVICE = {f"--{name}": _TORCHRUN for name in _TORCHRUN_FLAGS.split()} | {
     "--network-interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment",
     "--megatron-bridge": "it was removed, weights are always converted by the built-in table: leave it out",
+    "--gradient-accumulation-steps": "a step takes as many packs as --global-batch-size needs: leave it out",
+    "--repetition-penalty": "there is none here, it would change the sampled distribution: leave it out",
+    "--vllm-enable-sleep-mode": "the engine always sleeps while a GPU trains: leave it out",
+    "--top-entropy-quantile": "there is none here, the loss takes tokens of any entropy: leave it out",
+    "--fsdp": _SHARDING,
+    "--deepspeed": _SHARDING,
+    "--vllm-num-engines": _ENGINES,
+    "--vllm.num-engines": _ENGINES,
+    "--sequence-len": _LENGTH,  # of axolotl
+    "--critic.*": _CRITIC,  # any name in the section
+    "--critic-pretrain": _CRITIC,
+    "--critic-learning-rate": _CRITIC,
 }
 
 
@@ -234,3 +311,25 @@ def names_here() -> dict[str, str]:
     """Return all names of other trainers in the form of flags, and the options here. The first table wins."""
     tables = reversed(OTHER_NAMES.values())
     return {as_flag(name): here for table in tables for name, here in table.items()}
+
+
+def is_listed(name: str) -> bool:
+    """Return whether another trainer has an option of exactly this `name`."""
+    return as_flag(name) in ADVICE or as_flag(name) in names_here()
+
+
+def translate(name: str) -> str:
+    """Return advice for the `name` that another trainer gives an option, or ""."""
+    flag = as_flag(name)
+    if sentence := ADVICE.get(flag) or ADVICE.get(flag.partition(".")[0] + ".*"):
+        return sentence
+    here = names_here().get(flag)
+    return f"it is {here} here" if here else ""
+
+
+def similar(name: str) -> str:
+    """Return advice for a `name` that is nearly one of another trainer, with the same sections before it, or ""."""
+    section, dot, last = as_flag(name).rpartition(".")
+    others = {other.removeprefix(section + dot): other for other in names_here() if other.rpartition(".")[0] == section}
+    close = get_close_matches(last, others, n=1, cutoff=0.9)
+    return f"{others[close[0]]} is {names_here()[others[close[0]]]} here" if close else ""

@@ -8,11 +8,13 @@ import pytest
 
 from fsdptrain.config import Config, resolve
 from fsdptrain.config.flags import config_options, convert
-from fsdptrain.config.keys import all_keys
-from fsdptrain.config.other_names import ADVICE, OTHER_NAMES, names_here
+from fsdptrain.config.keys import advice, all_keys
+from fsdptrain.config.other_names import ADVICE, OTHER_NAMES, as_flag, names_here
 from fsdptrain.errors import ConfigError
 
 MODEL = ["--hf-checkpoint", "x"]
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+SECTIONS_OF_VERL = ("actor", "rollout", "model", "ref")  # of actor_rollout_ref, which the table leaves out
 
 
 def value(flat, *argv):
@@ -168,6 +170,7 @@ def test_what_others_call_an_option_is_no_option_here_and_what_it_is_here_is_one
     flags = {option.flag for option in config_options().values()}
     assert flags.issuperset(names_here().values())
     assert not flags.intersection([*names_here(), *ADVICE])
+    assert not set(ADVICE).intersection(names_here())
     assert all(len(OTHER_NAMES[name]) >= 12 for name in ("trl", "verl", "axolotl", "openrlhf"))
 
 
@@ -180,13 +183,86 @@ def test_what_others_call_an_option_is_no_option_here_and_what_it_is_here_is_one
         ("--data.train_files", "--prompt-data"),
         ("--base_model=x", "--hf-checkpoint"),
         ("--rollout.n_samples_per_prompt", "--n-samples-per-prompt"),
-        ("--init_kl_coef", "--kl-loss-coef"),
+        ("--init_kl_coef", "--kl-reward-coef"),  # in the reward there, unless --use_kl_loss
+        ("--algo.kl.init_coef", "--kl-reward-coef"),
+        ("--num_episodes", "--num-rollout"),
+        ("--max_ckpt_num", "--keep-last"),
+        ("--num_epochs", "--num-rollout"),
         ("--beta", "--kl-loss-coef"),
     ],
 )
 def test_the_name_that_another_trainer_gives_an_option_is_translated(word, here):
     with pytest.raises(ConfigError, match=f": it is {here} here$"):
         resolve(["--hf-checkpoint", "x", word])
+
+
+def table_of_names(page):
+    """Yield the names in the left cells of the table of options in a page, with the flags in the cell beside them."""
+    for line in (DOCS / page).read_text().partition("\n## Options\n")[2].splitlines():
+        if line.startswith("| `"):
+            there, here = line.split("|")[1:3]
+            for name in re.findall(r"`([^`]+)`", there):
+                is_of_actor = page == "coming_from_verl.md" and name.partition(".")[0] in SECTIONS_OF_VERL
+                yield "actor_rollout_ref." * is_of_actor + name, re.findall(r"`(--[a-z0-9-]+)", here)
+
+
+@pytest.mark.parametrize(
+    ("name", "here"), [*table_of_names("coming_from_trl.md"), *table_of_names("coming_from_verl.md")]
+)
+def test_the_advice_for_a_name_is_what_the_page_for_users_of_its_trainer_says(name, here):
+    """A name without an option here is explained, and not taken for a similar one."""
+    known = [option.flag for option in config_options().values()]
+    if as_flag(name) in known:
+        assert here == [as_flag(name)]
+        return
+    advised = advice(name, known)
+    assert set(here) <= set(known)
+    assert advised in ([f": it is {flag} here" for flag in here] or [f": {sentence}" for sentence in ADVICE.values()])
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["trainer.total_epochs=3"], "unexpected argument 'trainer.total_epochs=3': it is --num-rollout here"),
+        (["trainer.nnodes=2"], "unexpected argument 'trainer.nnodes=2': torchrun starts several machines"),
+        (["critic.optim.lr=1"], "unexpected argument 'critic.optim.lr=1': there is no critic here"),
+        (["--critic.optim.lr", "1"], "unknown flag --critic.optim.lr: there is no critic here"),
+        (
+            ["--prompt-data", "a.jsonl", "data.train_batch_size=3"],
+            "unexpected argument 'data.train_batch_size=3': it is --rollout-batch-size here",
+        ),
+        (["--prompt-data", "+data.shuffle=1"], "unexpected argument '+data.shuffle=1': it is --rollout-shuffle here"),
+        (
+            ["--actor_rollout_ref.actor.optim.weight_decays", "1"],
+            "unknown flag --actor-rollout-ref.actor.optim.weight-decays: --actor-rollout-ref.actor.optim.weight-decay ",
+        ),
+        (["--vllm_num_engines", "2"], "unknown flag --vllm-num-engines: --rollout-engine vllm has one on each GPU"),
+    ],
+)
+def test_the_form_of_other_trainers_is_answered_with_the_option_here(argv, line):
+    with pytest.raises(ConfigError) as caught:
+        resolve([*MODEL, *argv])
+    assert str(caught.value).startswith(line)
+
+
+def test_a_word_with_a_dot_is_a_value_unless_another_trainer_has_an_option_of_this_name():
+    assert value("reward", "--reward", "my.rewards:math=0.5", "math=2") == ["my.rewards:math=0.5", "math=2"]
+    assert value("rollout_engine_args", "--rollout-engine-args", "n=1", "temperature=1", "--rollout-engine", "vllm")
+    files = ["critic.jsonl=0.7", "./data.shuffle=0.3"]
+    assert value("prompt_data", "--prompt-data", *files) == files
+
+
+def test_a_key_of_a_section_is_translated_with_the_name_of_the_section():
+    """verl's data.train_batch_size counts prompts, train_batch_size of OpenRLHF counts samples."""
+    with pytest.raises(ConfigError, match=r"'train_batch_size' in section 'data': it is --rollout-batch-size here$"):
+        Config(hf_checkpoint="x", data={"train_batch_size": 8})
+    with pytest.raises(ConfigError, match=r"'train_batch_size' in section 'run': it is --global-batch-size here$"):
+        Config(hf_checkpoint="x", run={"train_batch_size": 8})
+
+
+def test_the_tables_of_names_are_read():
+    assert len(list(table_of_names("coming_from_trl.md"))) > 70
+    assert len(list(table_of_names("coming_from_verl.md"))) > 75
 
 
 def test_a_table_of_trl_has_names_of_trl():
@@ -203,7 +279,7 @@ def test_a_table_of_trl_has_names_of_trl():
     assert set(OTHER_NAMES["trl"]) <= fields
 
 
-@pytest.mark.parametrize("flag", ["--banana", "--gpu", "--zzz-size"])
+@pytest.mark.parametrize("flag", ["--banana", "--gpu", "--zzz-size", "--actor-rollout-ref.actor.optim.lr-x"])
 def test_a_flag_that_is_not_close_to_any_gets_no_suggestion(flag):
     with pytest.raises(ConfigError, match=f"^unknown flag {flag}$"):
         resolve(["--hf-checkpoint", "x", flag, "1"])
