@@ -83,7 +83,7 @@ def check_sizes(config: Config) -> None:
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation="eager",
     )
-    options = build_options(config) | {"has_engine": True, "on_cpu": False}
+    options: dict[str, Any] = build_options(config) | {"has_engine": True, "on_cpu": False}
     transformer_config(model.config, config.section(MegatronConfig), **options)
 
 
