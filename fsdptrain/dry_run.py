@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -77,12 +78,19 @@ def _check_first_row(config: Config, data: DataConfig, flag: str) -> None:
     """Check the columns of a folder or a large file."""
     name, _, query = data.data_name.partition("?")
     data, options = split_options(data, parse_options(query, flag=flag))
+    if not data.prompt_data_streaming:  # which takes no slices of a split: train[:1000]
+        data = data.model_copy(update={"prompt_split": _without_slice(data.prompt_split)})
+        options = {key: _without_slice(value) if key == "split" else value for key, value in options.items()}
     table = load_table(name, options, data, flag=flag, streaming=True)
     with readable(name, flag):
         first = next(iter(table), None)
     if first is None:
         raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
     check_columns(config, data, first, Path(name), flag)
+
+
+def _without_slice(split: str) -> str:
+    return re.sub(r"\[.*?\]", "", split)
 
 
 def _check_model_folder(config: Config) -> bool:

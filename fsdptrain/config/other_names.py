@@ -281,7 +281,7 @@ _TORCHRUN_FLAGS = (
     "nnodes node-rank rdzv-backend rdzv-endpoint rdzv-id master-addr master-port node-timeout trainer.nnodes"
 )
 _ENGINES = "--rollout-engine vllm has one on each GPU, vllm-server starts --rollout-num-servers of them"
-_LENGTH = "it is the sum of --rollout-max-prompt-len and --rollout-max-response-len here"
+_LENGTH = "for --algorithm sft it is --max-tokens-per-gpu, else --rollout-max-prompt-len + --rollout-max-response-len"
 _CRITIC = "there is no critic here: leave it out"
 _SHARDING = "FSDP2 shards by default, without a config file: leave it out"
 ADVICE = {f"--{name}": _TORCHRUN for name in _TORCHRUN_FLAGS.split()} | {

@@ -109,14 +109,16 @@ def optimizer_bytes(config: Config, shard: Shard) -> int:
     return math.ceil(of_matrices * (shard.trained - outside) + of_others * outside)
 
 
-def generation_need(config: Config, shard: Shard, cache: Parts) -> Parts:
+def generation_need(config: Config, shard: Shard, cache: Parts, *, is_embedded: bool) -> Parts:
     """Return the device memory while an engine in this process generates. cache: its key-value cache.
+
+    is_embedded: whether it is the embedded engine, which is whole on each rank.
 
     With --offload-train it is the larger of two: both copies of the weights, or the engine's weights and the cache.
     """
     held = {name: size for name, size in shard_state(config, shard)[0].items() if name != "gradients"}
     whole = shard.counts.total - shard.counts.adapter  # the adapter is merged
-    over = max(section.engine_ranks for section in config.sections)
+    over = 1 if is_embedded else max(section.engine_ranks for section in config.sections)
     engine = {"the engine's weights": math.ceil(compute_bytes(config) * whole / over)}
     most = max(shard.gathered.largest_layer, shard.gathered.outside_layers)
     layers = {"gathered layers": compute_bytes(config) * most}
@@ -134,7 +136,9 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
     on_device, on_host = shard_state(config, shard)
     device = on_device | _training_memory(config, shard)
     if config.generates and not config.engine_has_own_devices:
-        device = max(device, generation_need(config, shard, {}), key=lambda parts: sum(parts.values()))
+        is_embedded = config.rollout.engine in ("auto", "hf")  # auto may be: count the most
+        generation = generation_need(config, shard, {}, is_embedded=is_embedded)
+        device = max(device, generation, key=lambda parts: sum(parts.values()))
     host = {name: ranks * size for name, size in on_host.items()}
     if config.sync.offload_train:
         away = sum(size for name, size in on_device.items() if name != "gradients")

@@ -30,7 +30,7 @@ and --n-samples-per-eval-prompt. All rows of --prompt-data are scored, or as man
 as --eval-size says; 128 of generated data. A training checkpoint has the options of its
 run, and by default its held-out rows. A supervised one computes eval/loss; to generate,
 add --sft-eval-generate. Writes metrics.jsonl and samples.jsonl, with one line per sample,
-to --output-dir: by default runs/NAME-eval, or runs/NAME-eval-2 if that exists."""
+to --output-dir: by default runs/NAME-eval, or runs/NAME-eval-2 if that exists (not under torchrun)."""
 
 
 def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
@@ -54,8 +54,7 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     data = next(iter(sources), None)
     rows: list[str] = []
     if data is not None and model[0] == RECIPE.flag:  # what the run said of its own data
-        own_data = ["prompt_split"] if data.startswith("reasoning_gym:") else ["prompt_split", "data_size"]
-        rows = [word for key in own_data for word in (config_options()[key].flag, str(config_options()[key].default))]
+        rows = _default_data(is_table=not data.startswith("reasoning_gym:"))
     if data is not None and "eval_prompt_data" not in given and data != "environment":
         rows += ["--eval-prompt-data", data]
         if "eval_size" not in given and not data.startswith("reasoning_gym:"):
@@ -65,6 +64,14 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     if _generates(given, model):
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
+
+
+def _default_data(*, is_table: bool) -> list[str]:
+    """Return the flags that undo what a run said of its own data and what other data cannot have."""
+    of_tables = ["input_key", "label_key", "prompt_data_buffer"]
+    keys = ["prompt_split", *(["data_size"] if is_table else of_tables)]
+    words = [word for key in keys for word in (config_options()[key].flag, str(config_options()[key].default))]
+    return words if is_table else [*words, "--no-prompt-data-streaming"]
 
 
 def _unused(folder: str) -> str:

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,9 +142,8 @@ class TrainingLoop:
         """Evaluate the current weights. Returns the metrics. Raises ConfigError if there are no held-out rows."""
         if self._evaluation is None:
             raise ConfigError("evaluate() needs held-out rows: set --eval-size or --eval-prompt-data, --eval-interval")
-        if self._weight_sync is not None:
-            self._weight_sync.push(self.step, self._phases)
-        self._evaluate()
+        with self._with_current_weights():
+            self._evaluate()
         return {name: value for name, value in self._report.last.items() if name.startswith("eval/")}
 
     def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], **sampling: Any) -> list[list[str]]:
@@ -152,12 +152,17 @@ class TrainingLoop:
             raise ConfigError("generate() needs an engine, which --algorithm sft has with --sft-eval-generate only")
         from fsdptrain.trainer.interactive import generate_texts
 
-        self._weight_sync.push(self.step, self._phases)
-        with self._phases("eval"):
-            texts = generate_texts(self._components, prompts, **sampling)
-        if self._asleep and self._engine is not None:  # the optimizer steps need its memory
+        with self._with_current_weights(), self._phases("eval"):
+            return generate_texts(self._components, prompts, **sampling)
+
+    @contextmanager
+    def _with_current_weights(self) -> Iterator[None]:
+        """Push the weights to the engine, if there is one. On exit it sleeps again if it slept before."""
+        if self._weight_sync is not None:
+            self._weight_sync.push(self.step, self._phases)
+        yield
+        if self._asleep and self._engine is not None:
             self._engine.sleep()
-        return texts
 
     def _must_stop(self) -> bool:
         if not self.stopped and self._stop.on_any_rank():

@@ -54,7 +54,8 @@ class VllmConfig(Section):
 
     @property
     def engine_ranks(self) -> int:
-        return 1 if self.engine_has_own_devices else int(self.engine_args.get("tensor_parallel_size", 1))
+        size = self.engine_args.get("tensor_parallel_size")
+        return size if type(size) is int and size > 0 and not self.engine_has_own_devices else 1  # else an error later
 
     @property
     def engine_cache(self) -> int:

@@ -167,6 +167,15 @@ def test_a_dry_run_finds_what_would_end_the_run(flags, message, tmp_path):
         assert done.stderr.count("\n") == 1
 
 
+def test_a_dry_run_takes_a_slice_of_a_folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_text('{"prompt": "a", "label": "2"}\n')
+    for data in (["folder", "--prompt-split", "train[:1]"], ["folder?split=train[:50%]"]):
+        done = fsdptrain(*MODEL, "--prompt-data", *data, "--dry-run", cwd=tmp_path, HF_HUB_OFFLINE="1")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "# not checked: --prompt-data folder beyond its first row" in done.stdout.splitlines()
+
+
 def test_a_key_in_a_column_of_mappings_is_a_column(tmp_path):
     rows = [{"prompt": "a", "answer": {"value": "2", "parts": {"unit": "m"}}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")

@@ -42,7 +42,7 @@ def vowels(prompt: Any, response: str) -> float:
 
 
 class Speaker(Callback):
-    """Generates before the optimizer steps, and notes whether the engine has given its weights away then."""
+    """Generates and evaluates before the optimizer steps, and notes whether the engine has no weights then."""
 
     def __init__(self) -> None:
         self.engine: Any = None
@@ -55,6 +55,8 @@ class Speaker(Callback):
 
     def on_rollout(self, trainer: Trainer, samples: Sequence[Sample]) -> None:
         self.texts.append(trainer.generate("tell 1"))
+        self.asleep.append(all(p.is_meta for p in self.engine.model.parameters()))
+        trainer.evaluate()
         self.asleep.append(all(p.is_meta for p in self.engine.model.parameters()))
 
 
@@ -91,9 +93,9 @@ def test_callbacks_see_every_rollout_step_evaluation_and_checkpoint_and_may_end_
     assert (resumed.step, resumed.stopped) == (5, "")
 
 
-def test_a_callback_that_generates_before_the_steps_leaves_the_engine_asleep(checkpoint, tmp_path):
+def test_a_callback_that_generates_or_evaluates_before_the_steps_leaves_the_engine_asleep(checkpoint, tmp_path):
     """And the run that it is in as it was."""
-    speaker, options = Speaker(), {"eval_interval": 0, "num_rollout": 2}
+    speaker, options = Speaker(), {"eval_interval": 2, "eval_size": 2, "num_rollout": 2}
     found = Trainer(
         config(checkpoint, tmp_path / "a", **options),
         reward=vowels,
@@ -103,7 +105,7 @@ def test_a_callback_that_generates_before_the_steps_leaves_the_engine_asleep(che
     ).fit()
     alone = Trainer(config(checkpoint, tmp_path / "b", **options), reward=vowels, dataset=ROWS).fit()
     assert len(speaker.texts) == 2
-    assert speaker.asleep == [True, True]
+    assert speaker.asleep == [True] * 4
     numbers = [name for name in alone if name.startswith(("loss/", "optim/", "reward/"))]
     assert {name: found[name] for name in numbers} == {name: alone[name] for name in numbers}
 

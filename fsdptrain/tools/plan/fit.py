@@ -32,5 +32,5 @@ def fastest_fit(planner: Planner, config: Config, *, free: int, given: Collectio
             return changed
     raise MemoryPlanError(
         f"memory: no memory option that is free to choose makes the run fit into {gib(free)} GiB: "
-        "`fsdptrain plan` with the same flags shows what does"
+        "`fsdptrain plan` with the same flags and --rollout-engine shows what would"
     )

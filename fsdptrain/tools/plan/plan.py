@@ -331,7 +331,8 @@ class Planner:
         if not self.is_embedded(config):
             size = sum(section.engine_cache for section in config.sections)
             cache = {"key-value cache of the engine": size} if size else {}
-            return MemoryPeak("generation", generation_need(config, self.shard(config), cache))
+            need = generation_need(config, self.shard(config), cache, is_embedded=False)
+            return MemoryPeak("generation", need)
         width, rows = cache_rows(config, self.machine.num_gpus)
         dtype = _dtype(config)
         if (width, dtype) not in self._caches:
@@ -339,7 +340,8 @@ class Planner:
                 self._model.config, num_tokens=width, dtype=dtype, trust_remote_code=config.model.trust_remote_code
             )
         cache = {f"key-value cache of {rows} rows": rows * self._caches[width, dtype]}
-        return MemoryPeak("generation", generation_need(config, self.shard(config), cache))
+        need = generation_need(config, self.shard(config), cache, is_embedded=True)
+        return MemoryPeak("generation", need)
 
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """Return the host memory of one node: bytes by part, and the total with margin."""

@@ -156,6 +156,12 @@ def test_an_engine_over_two_ranks_holds_half_of_its_weights_on_each():
     assert whole is not None
     assert half is not None
     assert whole.parts[engine] == 2 * half.parts[engine]
+    embedded = PLANNER.generation(config(rollout_engine_args={"tensor_parallel_size": 2}))
+    assert embedded is not None
+    assert embedded.parts[engine] == whole.parts[engine]
+    for wrong in ("auto", None, 0, "2"):  # vLLM's options are checked when the engine is built
+        found = PLANNER.generation(config(**options, rollout_engine_args={"tensor_parallel_size": wrong}))
+        assert found == whole
 
 
 @pytest.mark.parametrize(
