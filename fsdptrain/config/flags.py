@@ -114,7 +114,7 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
             values[key] = not negated
             continue
         tokens = [attached] if equals else _take(rest, many=option.many)
-        _refuse_option_of_hydra(tokens[1:])  # the first is a value of the flag
+        _refuse_option_of_hydra(tokens[1:] if get_origin(option.annotation) is dict else tokens)
         values[key] = convert(option, tokens)
     return values
 

@@ -15,7 +15,8 @@ def test_the_layout_is_known_without_weights(name: str, layout: str, tmp_path: P
     result = command.run(["--hf-checkpoint", str(tmp_path / "model"), "--dry-run", "--probe"], tmp_path)
 
     assert result.code == 0, result.err
-    assert result.out.strip().splitlines()[-1].startswith(f"# layout: {layout}, ")
+    [line] = [line for line in result.out.splitlines() if line.startswith("# layout: ")]
+    assert line.startswith(f"# layout: {layout}, ")
     assert "backward" in result.out
 
 

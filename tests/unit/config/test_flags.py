@@ -248,6 +248,7 @@ def test_the_form_of_other_trainers_is_answered_with_the_option_here(argv, line)
 def test_a_word_with_a_dot_is_a_value_unless_another_trainer_has_an_option_of_this_name():
     assert value("reward", "--reward", "my.rewards:math=0.5", "math=2") == ["my.rewards:math=0.5", "math=2"]
     assert value("rollout_engine_args", "--rollout-engine-args", "n=1", "temperature=1", "--rollout-engine", "vllm")
+    assert value("environment_kwargs", "--environment", "m:f", "--environment-kwargs", "data.shuffle=1")
     files = ["critic.jsonl=0.7", "./data.shuffle=0.3"]
     assert value("prompt_data", "--prompt-data", *files) == files
 
