@@ -35,4 +35,4 @@ def test_the_trainer_agrees_with_the_tokens_of_agents_that_servers_sampled_in_fl
     assert [row["agent/continued_calls"] for row in rows] == [8] * 3
     assert [row["agent/failed_episodes"] for row in rows] == [0] * 3
     assert rows[0]["mismatch/abs_max"] < 1e-4  # later ones are of older weights
-    assert rows[-1]["staleness/max"] == 1
+    assert max(row["staleness/max"] for row in rows) == 1

@@ -76,11 +76,20 @@ def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(model
     """For example the probe of --verify-weight-sync, which would otherwise wait for nearly a whole rollout."""
     options = cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path), max_staleness=1)
     engine = build({**options, "mismatch_correction": "tis"})
-    many = SamplingParams(num_samples=2 * cases.AT_ONCE, max_tokens=800, temperature=0.7, seed=5)
-    total = 2 * many.num_samples
     try:
         engine.update_weights(weights_of(models["tied"].first).items(), 0)
-        watched = Watched(monkeypatch, urls["tied"], GENERATE)
+        # in the order of arrival it waits for nearly all in each round; on a busy machine in some round
+        assert any(_waited_for(engine, urls["tied"], monkeypatch) < 0.5 for _ in range(3))
+    finally:
+        engine.close()
+
+
+def _waited_for(engine, url, monkeypatch) -> float:
+    """Return the share of many requests in flight that were answered before a later one that the trainer waits for."""
+    many = SamplingParams(num_samples=2 * cases.AT_ONCE, max_tokens=800, temperature=0.7, seed=5)
+    total = 2 * many.num_samples
+    with monkeypatch.context() as patches:
+        watched = Watched(patches, url, GENERATE)
         thread = threading.Thread(target=lambda: engine.generate_in_flight(contract.PROMPTS[:2], many))
         thread.start()
         while len(watched.asked_bodies) < total:
@@ -88,9 +97,7 @@ def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(model
             time.sleep(0.01)
         engine.generate(contract.PROMPTS[:1], cases.GREEDY)
         thread.join(timeout=200)
-    finally:
-        engine.close()
     assert len(watched.answered_bodies) == total + 1
     [before] = [count for body, count in watched.asked_bodies if "priority" in body]
-    waited_for = ["priority" in body for body in watched.answered_bodies].index(True) - before
-    assert waited_for < (total - before) / 2  # in the order of arrival: for nearly all
+    answered = ["priority" in body for body in watched.answered_bodies].index(True) - before
+    return answered / (total - before)
