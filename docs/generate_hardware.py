@@ -109,7 +109,7 @@ def need(path: Path, header: Header) -> Need:
     planner = Planner(model, machine)
     config = planner.choose_sizes(config, machine.gpu_memory)
     generates = planner.generation(config)
-    if generates and not planner.is_embedded(config):
+    if generates and config.rollout.engine == "vllm":
         assert config.section(VllmConfig).kv_cache_gib is not None, "vLLM would take what is left: set kv_cache_gib"
     load = memory_need(config, planner.shard(config), MemorySupply(0, 0, machine.ranks_per_node, has_accelerator=True))
     assert load.device <= machine.gpu_memory, f"{path.stem} would be refused before it loads the model"

@@ -53,7 +53,7 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
         raise ConfigError(f"--prompt-data {' '.join(sources)}: fsdptrain eval takes one source")
     data = next(iter(sources), None)
     rows: list[str] = []
-    if data is not None and model[0] == RECIPE.flag:  # what the run said of its own data
+    if data is not None and model[0] == RECIPE.flag:
         rows = _default_data(is_table=not data.startswith("reasoning_gym:"))
     if data is not None and "eval_prompt_data" not in given and data != "environment":
         rows += ["--eval-prompt-data", data]
@@ -67,7 +67,7 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
 
 
 def _default_data(*, is_table: bool) -> list[str]:
-    """Return the flags that undo what a run said of its own data and what other data cannot have."""
+    """Return flags that reset the run's data options to their defaults, because they may not apply to other data."""
     of_tables = ["input_key", "label_key", "prompt_data_buffer"]
     keys = ["prompt_split", *(["data_size"] if is_table else of_tables)]
     words = [word for key in keys for word in (config_options()[key].flag, str(config_options()[key].default))]

@@ -8,7 +8,7 @@ from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory.demand import gib
 from fsdptrain.memory.remedies import Changed
 from fsdptrain.tools.plan import remedies
-from fsdptrain.tools.plan.plan import Planner, smaller_caches, smaller_packs
+from fsdptrain.tools.plan.plan import Planner, smaller_packs
 
 
 def fastest_fit(planner: Planner, config: Config, *, free: int, given: Collection[str]) -> Changed | None:
@@ -23,10 +23,9 @@ def fastest_fit(planner: Planner, config: Config, *, free: int, given: Collectio
     planner = planner.on(replace(planner.machine, gpu_memory=free))
     if planner.fits(config) is not None:
         return None
-    is_free_of_data = config.algorithm.algorithm != "sft" and config.rollout.max_prompt_len is not None
-    packs = smaller_packs(config) if is_free_of_data else []
-    caches = smaller_caches(config, planner.machine) if planner.is_embedded(config) else []
-    for changed in remedies.remedies(config, packs=packs, caches=caches):
+    keeps_data = config.algorithm.algorithm != "sft" and config.rollout.max_prompt_len is not None
+    packs = smaller_packs(config) if keeps_data else []
+    for changed in remedies.remedies(config, packs=packs, caches=planner.smaller_caches(config)):
         is_free = not any(changed.config.value(flat) != config.value(flat) for flat in given)
         if changed.flags and is_free and planner.allows(changed.config) and planner.fits(changed.config) is not None:
             return changed

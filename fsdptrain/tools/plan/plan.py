@@ -315,8 +315,7 @@ class Planner:
             | sections_memory(config)[0],
         )
 
-    def is_embedded(self, config: Config) -> bool:
-        """Return whether the embedded engine generates."""
+    def _is_embedded(self, config: Config) -> bool:
         engine = self._auto_engine if config.rollout.engine == "auto" else config.rollout.engine
         return config.generates and engine == "hf"
 
@@ -328,20 +327,26 @@ class Planner:
         """
         if not config.generates or config.engine_has_own_devices:
             return None
-        if not self.is_embedded(config):
-            size = sum(section.engine_cache for section in config.sections)
-            cache = {"key-value cache of the engine": size} if size else {}
-            need = generation_need(config, self.shard(config), cache, is_embedded=False)
-            return MemoryPeak("generation", need)
+        is_embedded = self._is_embedded(config)
+        cache = self._embedded_cache(config) if is_embedded else _given_cache(config)
+        return MemoryPeak("generation", generation_need(config, self.shard(config), cache, is_embedded=is_embedded))
+
+    def _embedded_cache(self, config: Config) -> dict[str, int]:
         width, rows = cache_rows(config, self.machine.num_gpus)
         dtype = _dtype(config)
         if (width, dtype) not in self._caches:
             self._caches[width, dtype] = cache_bytes(
                 self._model.config, num_tokens=width, dtype=dtype, trust_remote_code=config.model.trust_remote_code
             )
-        cache = {f"key-value cache of {rows} rows": rows * self._caches[width, dtype]}
-        need = generation_need(config, self.shard(config), cache, is_embedded=True)
-        return MemoryPeak("generation", need)
+        return {f"key-value cache of {rows} rows": rows * self._caches[width, dtype]}
+
+    def smaller_caches(self, config: Config) -> list[int]:
+        """Return smaller caches of the embedded engine in tokens: half of the rows in use, a quarter, ..., one row."""
+        if not self._is_embedded(config):
+            return []
+        width, rows = cache_rows(config, self.machine.num_gpus)
+        halves = [rows // 2**i for i in range(1, rows.bit_length())]
+        return [width * count for count in dict.fromkeys(halves) if count]
 
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """Return the host memory of one node: bytes by part, and the total with margin."""
@@ -385,8 +390,7 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
     If fewer than three fit, the last one has more GPUs and the given flags.
     """
     found: list[tuple[float, ...]] = []
-    caches = smaller_caches(config, machine) if planner.is_embedded(config) else []
-    candidates = remedies.remedies(config, packs=smaller_packs(config), caches=caches)
+    candidates = remedies.remedies(config, packs=smaller_packs(config), caches=planner.smaller_caches(config))
     for changed in candidates:
         if any(all(a <= b for a, b in zip(enough, changed.cost, strict=True)) for enough in found):
             continue  # a cheaper remedy fits already
@@ -418,11 +422,9 @@ def smaller_packs(config: Config) -> list[int]:
     return [tokens for tokens in halves if tokens * config.token_ranks >= max(least, 2)]
 
 
-def smaller_caches(config: Config, machine: Machine) -> list[int]:
-    """Return smaller caches of the embedded engine in tokens: half of the rows in use, a quarter, ..., one row."""
-    width, rows = cache_rows(config, machine.num_gpus)
-    halves = [rows // 2**i for i in range(1, rows.bit_length())]
-    return [width * count for count in dict.fromkeys(halves) if count]
+def _given_cache(config: Config) -> dict[str, int]:
+    size = sum(section.engine_cache for section in config.sections)
+    return {"key-value cache of the engine": size} if size else {}
 
 
 def _dtype(config: Config) -> torch.dtype:
