@@ -13,6 +13,7 @@ from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import Resolved
 from fsdptrain.config.grid import across_nodes, draw_grid
 from fsdptrain.config.recipe import to_yaml
+from fsdptrain.config.sft import sft_options
 from fsdptrain.data.sources import GENERATOR, load_rows, parse_options
 from fsdptrain.data.tables import load_table, readable, split_options
 from fsdptrain.errors import CheckpointError, DataError
@@ -68,8 +69,7 @@ def _check_data(config: Config, data: DataConfig, flag: str) -> None:
     if is_generated and _is_default(config, data.data_name):
         return
     if is_generated or (path.is_file() and path.stat().st_size <= _READ_WHOLE):
-        sft = config.sft if config.algorithm.algorithm == "sft" else None
-        load_rows(data, seed=config.run.seed, flag=flag, image_key=image_key(config), sft=sft)
+        load_rows(data, seed=config.run.seed, flag=flag, image_key=image_key(config), sft=sft_options(config))
     elif path.exists():
         _check_first_row(config, data, flag)
 

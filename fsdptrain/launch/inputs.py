@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import Column
+from fsdptrain.config.sft import sft_options
 from fsdptrain.data.sources import GENERATOR, parse_options
 from fsdptrain.data.tables import folder_of, is_data_file, row_reader, split_options
 from fsdptrain.errors import ConfigError
@@ -64,7 +65,7 @@ def check_columns(config: Config, data: DataConfig, first: Mapping[str, Any], pa
         where=f"{flag} {path.name}",
         folder=folder_of(path),
         image_key=image_key(config),
-        sft=config.sft if config.algorithm.algorithm == "sft" else None,
+        sft=sft_options(config),
     )
 
 

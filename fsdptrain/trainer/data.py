@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.algorithm import SelectionConfig
-from fsdptrain.config.sft import SftConfig
+from fsdptrain.config.sft import sft_options
 from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts, system_prompt_of
 from fsdptrain.data.rows import Row, Rows, content_hash, split_rows
 from fsdptrain.data.sources import load_rows
@@ -176,11 +176,6 @@ def require_same_data(stream: PromptSource) -> None:
     require_same(
         digest, DataError(f"--prompt-data {stream.name}: ranks read different rows: give all of them one copy")
     )
-
-
-def sft_options(config: Config) -> SftConfig | None:
-    """Return the options of supervised data, if the run is supervised."""
-    return config.sft if config.algorithm.algorithm == "sft" else None
 
 
 def supervised_prompt(
