@@ -97,8 +97,6 @@ def _command(argv: Sequence[str]) -> int:
         return COMMANDS[first](argv[1:])
     if first == "help":
         return _show_help(argv)
-    if first == "--print-completion":
-        return _print_completion(argv[1:])
     if first.isalpha() and not Path(first).exists():  # paths and hub ids get a more specific error
         raise ConfigError(
             f"{first!r} is not a command; the commands are {', '.join(COMMANDS)}, and flags alone train, e.g. "
@@ -264,13 +262,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def _show_help(argv: Sequence[str]) -> int:
     print_run_help(argv, {name: str(command.__doc__).partition("\n")[0] for name, command in COMMANDS.items()})
-    return 0
-
-
-def _print_completion(argv: Sequence[str]) -> int:
-    from fsdptrain.tools.completion import completion
-
-    sys.stdout.write(completion(argv[0] if argv else "", list(COMMANDS)))
     return 0
 
 

@@ -44,7 +44,6 @@ Commands (fsdptrain COMMAND --help):
 More:
   --help-all                 every option; also docs/configuration.md
   --help WORD                a section (lora, optim, ...) or a search: --help kl
-  --print-completion SHELL   completion for bash, zsh or fish
   --version                  versions of fsdptrain, torch, transformers, vllm"""
 FULL = """\
 Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.

@@ -50,7 +50,7 @@ def test_help_fits_one_screen_and_names_what_exists():
     assert 24 <= len(lines) <= 40
     assert all(len(line) <= 80 for line in lines)
     flags = {option.flag for option in config_options().values()} | {"--recipe", "--help", "--help-all", "--version"}
-    assert set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout)) <= flags | {"--print-completion"}
+    assert set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout)) <= flags
     assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
     assert "\x1b" not in done.stdout
 
@@ -81,7 +81,6 @@ def test_help_of_a_section_shows_its_options_and_a_word_searches():
         ["--no-such-flag"],
         ["--version"],
         ["recipes"],
-        ["--print-completion", "bash"],
         [*MODEL, "--prompt-data", "none.jsonl"],
         [*MODEL, "--prompt-data", "tests/data/rows.csv", "--label-key", "lable"],
         [*MODEL, "--reward", "maths"],
@@ -265,7 +264,6 @@ def test_recipes_are_listed_and_shown(tmp_path):
         ([*MODEL, "--global-batch-size", "100"], "--global-batch-size 100 must divide --rollout-batch-size 32 x "),
         (["--recipe", "none.yaml"], "--recipe none.yaml cannot be read: No such file or directory"),
         (["export"], "--checkpoint is missing, e.g. fsdptrain export runs/Qwen3-4B-grpo, or one of its checkpoints"),
-        (["--print-completion", "bsh"], "--print-completion takes one of bash, zsh, fish, got 'bsh'; did you mean"),
         (["export", "--chekpoint", "x"], "unknown flag --chekpoint; did you mean '--checkpoint'?"),
     ],
 )
