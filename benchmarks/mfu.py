@@ -48,7 +48,7 @@ from fsdptrain.types import Sample
 BASE: dict[str, Any] = {"gradient_checkpointing": True}
 _C = {"compile": True}
 _E = {**_C, "logprob_chunk_size": 2**20}  # the whole pack at once
-_G = {**_E, "gradient_checkpointing": False, "activation_memory_budget": 0.8}
+_G = {**_E, "gradient_checkpointing": False}
 _H = {**_G, "attn_implementation": "flash_attention_3"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "A": {},

@@ -48,7 +48,6 @@ def dry_run(resolved: Resolved) -> None:
         _check_sizes(config, world_size or _smallest_world(config))
     sys.stdout.write(to_yaml(config, resolved.sources, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     notes = [*draw_grid(config, world_size), *across_nodes(config, local or 1)] if world_size is not None else []
-    notes += [config.speed_line] * bool(config.speed_line)
     if config.launch.probe:
         from fsdptrain.tools.inspect.inspection import probe_line
 
@@ -119,7 +118,7 @@ def _check_sizes(config: Config, world_size: int) -> None:
     if config.model.backend == "fsdp" and any(group.size > 1 for group in config.rank_groups):
         from fsdptrain.tools.inspect.inspection import check_sizes
 
-        check_sizes(config, world_size)
+        check_sizes(config)
     elif config.model.backend == "megatron" and _has_megatron():
         from fsdptrain.megatron.inspection import check_sizes as check_megatron_sizes
 

@@ -6,7 +6,7 @@
     ├── DataError            a data set, a column or a row is unusable
     ├── RewardError          too many samples could not be scored
     ├── RolloutError         an engine failed or exceeded its deadline
-    ├── MemoryPlanError      the model does not fit into memory
+    ├── MemoryPlanError      the run does not fit into memory
     ├── NumericsError        trainer and stock model disagree, or gradients are non-finite too often
     └── RankError            other ranks are unreachable
 
@@ -43,7 +43,7 @@ class RolloutError(FsdptrainError):
 
 
 class MemoryPlanError(FsdptrainError):
-    """The model does not fit into memory."""
+    """The run does not fit into memory, or the device is out of it."""
 
 
 class NumericsError(FsdptrainError):

@@ -24,15 +24,6 @@ def check(config: Config) -> None:
         _raise_first(section.problems(config))
 
 
-def is_valid(config: Config) -> bool:
-    """Return whether `check` accepts the configuration."""
-    try:
-        check(config)
-    except ConfigError:
-        return False
-    return True
-
-
 def check_data_options(config: Config) -> None:
     """Raise ConfigError for an option that does not apply to --prompt-data.
 
@@ -83,12 +74,6 @@ def idle_reason(config: Config, flat: str) -> str:
     key = all_keys()[flat]
     broken = (_broken(config, key, rule) for rule in key.rules)
     return next((reason for reason in broken if reason), "")
-
-
-def has_required(config: Config, flat: str) -> bool:
-    """Return whether the options that this one requires are on."""
-    rules = [rule for rule in all_keys()[flat].rules if isinstance(rule, Requires)]
-    return not any(_broken(config, all_keys()[flat], rule) for rule in rules)
 
 
 def _raise_first(problems: Iterable[Problem]) -> None:
@@ -144,10 +129,3 @@ def _shown(key: Key, config: Config) -> str:
     if isinstance(value, bool):
         return key.flag if value else f"--no-{key.flag.removeprefix('--')}"
     return f"{key.flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-
-
-def required_keys(flat: str) -> Iterator[str]:
-    """Yield the keys of which this option requires one. flat: may be ""."""
-    for rule in all_keys()[flat].rules if flat else ():
-        if isinstance(rule, Requires):
-            yield from (condition.key for condition in rule.conditions)

@@ -92,8 +92,8 @@ def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Res
 
 
 def _set_by_preset(config: Config) -> list[str]:
-    """Return the flat keys that the algorithm's preset or --speed sets to a non-default value."""
-    values = preset_values(config.algorithm.algorithm, config.algorithm.loss) | config._fast
+    """Return the flat keys that the algorithm's preset sets to a non-default value."""
+    values = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     return [flat for flat, value in values.items() if value != all_keys()[flat].default]
 
 

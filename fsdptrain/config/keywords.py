@@ -51,8 +51,7 @@ class Keywords(TypedDict, total=False):
     layout: Literal["auto", "packed", "padded"]
     bf16: bool
     fp16: bool
-    logprob_chunk_size: int | Literal["auto"]
-    speed: Literal["standard", "fast"]
+    logprob_chunk_size: int
     strict: bool
     deterministic_mode: bool
     prompt_data: str | list[str]
@@ -156,7 +155,7 @@ class Keywords(TypedDict, total=False):
     epochs_per_rollout: int
     fsdp_cpu_offload: bool
     fsdp_replicate_size: int
-    fsdp_reshard_after_forward: bool | Literal["auto"]
+    fsdp_reshard_after_forward: bool
     fsdp_prefetch: bool
     rollout_engine: str
     rollout_batch_size: int
@@ -225,7 +224,6 @@ class Keywords(TypedDict, total=False):
     gradient_checkpointing_kind: Literal["full", "selective"]
     gradient_checkpointing_every: int
     offload_activations: bool
-    activation_memory_budget: float
     logprob_kernel: Literal["auto", "triton", "eager"]
     opd_teacher: str | None
     opd_loss: Literal["token", "jsd"]

@@ -26,7 +26,6 @@ from fsdptrain.registry import suggest
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-LEAST_CHUNK = 512  # tokens
 _DECAYS = "choose linear, cosine, inverse-square-root or WSD"
 _DECAYING = "lr_decay_style=linear|cosine|inverse-square-root|WSD"
 
@@ -56,12 +55,8 @@ class ModelConfig(Section):
     """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32."""
     fp16: Annotated[bool, TUNING, FSDP_ONLY] = False
     """Compute in float16 with a gradient scaler. Disables the default --bf16; setting both is an error."""
-    logprob_chunk_size: Annotated[int | Literal["auto"], NEUTRAL] = "auto"
-    """Tokens whose logits are in memory at a time. `auto`: on a GPU a whole pack if the memory plan has room, else as
-    many as fit; 512 on a CPU, with --deterministic-mode, --tensor-parallel-size or --backend megatron. [tokens]"""
-    speed: Annotated[Literal["standard", "fast"], NEUTRAL, FSDP_ONLY] = "standard"
-    """`fast`: use all options that are predicted to make a GPU faster and that are not set: --compile,
-    --activation-memory-budget 0.8, --fsdp-reshard-after-forward auto. The run logs which ones. Not measured yet."""
+    logprob_chunk_size: Annotated[int, NEUTRAL] = Field(default=512, ge=1)
+    """Tokens whose logits are in memory at a time. At --max-tokens-per-gpu nothing is recomputed. [tokens]"""
     strict: Annotated[bool, NEUTRAL] = False
     """Make fallbacks (padding instead of packing, torch code instead of a kernel) errors instead of warnings."""
     deterministic_mode: Annotated[bool, NEUTRAL] = False
@@ -76,14 +71,7 @@ class ModelConfig(Section):
             return {"bf16": False, **values}
         return values
 
-    @property
-    def chunk_size(self) -> int:
-        """--logprob-chunk-size; `auto` is 512 unless `trainer.memory.choose_sizes` has replaced it. [tokens]"""
-        return LEAST_CHUNK if self.logprob_chunk_size == "auto" else self.logprob_chunk_size
-
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if self.chunk_size < 1:
-            yield f"--logprob-chunk-size must be at least 1, got {self.chunk_size}"
         if not self.hf_checkpoint:
             yield "--hf-checkpoint is missing: the model to train, e.g. --hf-checkpoint Qwen/Qwen3-4B or a local folder"
         if self.fp16 and self.bf16:
@@ -102,9 +90,8 @@ class FsdpConfig(Section):
     """Keep parameters, gradients and optimizer state in host memory."""
     replicate_size: int = Field(default=1, ge=1)
     """Replicas of the sharded model (HSDP): world size = replicas x shards."""
-    reshard_after_forward: bool | Literal["auto"] = True
-    """Free each layer's gathered parameters after its forward pass. Off: faster, more memory. `auto`: off on GPUs if
-    the memory plan has room, else on."""
+    reshard_after_forward: bool = True
+    """Free each layer's gathered parameters after its forward pass. Off: faster, more memory."""
     prefetch: bool = True
     """Gather the next layer's parameters while the current layer computes."""
 

@@ -285,6 +285,8 @@ _LENGTH = "for --algorithm sft it is --max-tokens-per-gpu, else --rollout-max-pr
 _CRITIC = "there is no critic here: leave it out"
 _SHARDING = "FSDP2 shards by default, without a config file: leave it out"
 ADVICE = {f"--{name}": _TORCHRUN for name in _TORCHRUN_FLAGS.split()} | {
+    "--speed": "it was removed, set --compile yourself",
+    "--activation-memory-budget": "it was removed, use --gradient-checkpointing-kind selective",
     "--network-interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment",
     "--megatron-bridge": "it was removed, weights are always converted by the built-in table: leave it out",
     "--gradient-accumulation-steps": "a step takes as many packs as --global-batch-size needs: leave it out",

@@ -1,4 +1,4 @@
-"""Presets of `--algorithm NAME`, `--loss NAME` and `--speed fast`, as data for checks, value sources and docs.
+"""Presets of `--algorithm NAME` and `--loss NAME`, as data for checks, value sources and docs.
 
 An algorithm is a preset of loss, aggregation, advantage, loss options, and options of other sections. Recipes and flags
 override it.
@@ -85,12 +85,6 @@ PRESETS: Mapping[str, Preset] = {
     "opo": Preset("reinforce", advantage_estimator="opo"),
     "opd": Preset("grpo", advantage_estimator="none"),
     "sft": Preset("sft"),
-}
-
-FAST: Mapping[str, Any] = {  # flat key -> value that is predicted to pay on a GPU, in order
-    "compile": True,
-    "activation_memory_budget": 0.8,
-    "fsdp_reshard_after_forward": "auto",
 }
 
 

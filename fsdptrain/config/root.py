@@ -14,14 +14,13 @@ from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.keys import all_keys, all_sections, flatten
 from fsdptrain.config.keywords import Keywords
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
-from fsdptrain.config.presets import ADVANTAGE_SCALES, FAST, LOSS_OPTIONS, is_own, preset_values
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import build_sections
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.rules import Column, Condition, NoEffectError
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import STRICT, RankGroup, Section
 from fsdptrain.config.sft import SftConfig
-from fsdptrain.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 
@@ -55,9 +54,6 @@ class Config(BaseModel):
     optional: dict[str, Section] = {}
     """Sections of optional folders and plug-ins, by name. `section` returns one with its type."""
 
-    _fast: dict[str, Any] = {}  # what --speed fast has set, by flat key
-    _left_out: list[str] = []  # and why it has not set the rest
-
     def __init__(self, **values: Unpack[Keywords]) -> None:
         given = flatten(cast("Mapping[str, Any]", values))
         algorithm = given.get("algorithm", AlgorithmConfig().algorithm)
@@ -65,13 +61,11 @@ class Config(BaseModel):
             model = os.path.basename(os.path.abspath(str(given.get("hf_checkpoint"))))
             given["output_dir"] = f"runs/{model}-{algorithm}"
         preset = preset_values(algorithm, given.get("loss"))
-        fast, left_out = _fast_values(given) if given.get("speed") == "fast" else ({}, [])
-        built = build_sections({**preset, **given, **fast})
+        built = build_sections({**preset, **given})
         core = {name: section for name, section in built.items() if name in type(self).model_fields}
         others = [name for name in all_sections() if name not in type(self).model_fields]
         super().__init__(**core, optional={name: built.get(name) or all_sections()[name]() for name in others})
         checks.check(self)
-        self._fast, self._left_out = fast, left_out
 
     @property
     def sections(self) -> Iterator[Section]:
@@ -118,23 +112,6 @@ class Config(BaseModel):
         optional = {name: found.get(name, section) for name, section in self.optional.items()}
         return self.model_copy(update={**core, "optional": optional})
 
-    @property
-    def speed_line(self) -> str:
-        """What --speed fast has turned on and left out, for the log; "" if neither."""
-        if not self._fast and not self._left_out:
-            return ""
-        flags = [f"{all_keys()[flat].flag}{'' if value is True else f' {value}'}" for flat, value in self._fast.items()]
-        left_out = "; left out: " * bool(self._left_out) + "; ".join(self._left_out)
-        return f"speed fast: {', '.join(flags) or 'nothing'}{left_out}"
-
-    def without_fast(self, keys: Iterable[str], reason: str) -> "Config":
-        """Return a copy with the defaults of those of `keys` that --speed fast has set."""
-        dropped = [flat for flat in keys if flat in self._fast]
-        found = self.with_values(**{flat: all_keys()[flat].default for flat in dropped})
-        found._fast = {flat: value for flat, value in self._fast.items() if flat not in dropped}
-        found._left_out = [*self._left_out, *([reason] if dropped else [])]
-        return found
-
     # For the checks
 
     def is_set(self, flat: str) -> bool:
@@ -153,11 +130,10 @@ class Config(BaseModel):
 
     @property
     def given_values(self) -> dict[str, Any]:
-        """`changed_values`, and options that were set to their default, by flat key; without those of --speed fast."""
+        """`changed_values`, and options that were set to their default, by flat key."""
         preset = preset_values(self.algorithm.algorithm, self.algorithm.loss)
         was_set = {flat for flat, key in all_keys().items() if key.name in self.named(key.section).model_fields_set}
-        given = self.changed_values | {flat: self.value(flat) for flat in was_set - preset.keys()}
-        return {flat: value for flat, value in given.items() if flat not in self._fast}
+        return self.changed_values | {flat: self.value(flat) for flat in was_set - preset.keys()}
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{flat}={value!r}' for flat, value in self.changed_values.items())})"
@@ -247,11 +223,6 @@ class Config(BaseModel):
         if loss is None or not loss.idle_at_zero_advantage:
             return f"--loss {self.algorithm.loss}"
         return next(filter(None, (section.trains_zero_advantage for section in self.sections)), "")
-
-    @property
-    def frozen_weight_bytes(self) -> float | None:
-        """Bytes per frozen weight in the layers, if they are not stored in the compute dtype."""
-        return next(filter(None, (section.frozen_weight_bytes for section in self.sections)), None)
 
     # Derived values
 
@@ -366,33 +337,3 @@ class Config(BaseModel):
     def generates(self) -> bool:
         """Whether the run generates completions, for training or evaluation. Supervised runs evaluate by loss."""
         return self.algorithm.algorithm != "sft" or (self.evaluates and self.sft.eval_generate)
-
-
-def _fast_values(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what --speed fast sets, by flat key, and why it leaves the rest out.
-
-    Raises ConfigError if `given` is invalid without it and with all that its options require.
-    """
-    given = {**given, "speed": "standard"}
-    chosen: dict[str, Any] = {}
-    try:
-        base = Config(**given)
-    except NoEffectError as error:
-        chosen = {flat: FAST[flat] for flat in checks.required_keys(error.key) if flat in FAST and flat not in given}
-        if not chosen:
-            raise
-        base = Config(**given, **chosen)
-    left_out: list[str] = []
-    for flat, value in FAST.items():
-        if flat in given or flat in chosen or flat not in all_keys():
-            continue
-        changed = base.with_values(**chosen, **{flat: value})
-        if not checks.has_required(changed, flat):
-            continue  # the reason is that of the required option
-        try:
-            checks.check(changed)
-        except ConfigError as error:
-            left_out.append(str(error))
-        else:
-            chosen[flat] = value
-    return chosen, left_out

@@ -77,16 +77,6 @@ class Section(BaseModel):
         return False
 
     @property
-    def engine_ranks(self) -> int:
-        """Number of ranks over which one engine in the trainer's processes spreads its weights."""
-        return 1
-
-    @property
-    def engine_cache(self) -> int:
-        """Size of the cache that its options give an engine other than the embedded one, on each rank. [bytes]"""
-        return 0
-
-    @property
     def trains_zero_advantage(self) -> str:
         """Option that adds a gradient to samples with advantage 0, or needs them in the packs, or ""."""
         return ""
@@ -100,16 +90,6 @@ class Section(BaseModel):
     def inexact_engine(self) -> str:
         """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
         return ""
-
-    def memory(self, config: "Config") -> "tuple[dict[str, int], dict[str, int]]":
-        """Return the bytes that its options add: per rank on the device, and on the host of all shards of a model."""
-        del config
-        return {}, {}
-
-    @property
-    def frozen_weight_bytes(self) -> float | None:
-        """Bytes per frozen weight in the layers, if it is not stored in the compute dtype."""
-        return None
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         """Yield one line for each invalid combination that rules of fields cannot state."""

@@ -52,13 +52,13 @@ def load_model(
         before_load(model)
     for feature in features:
         feature.transform_model(model, meshes)
-    install_policy_forward(model, chunk_size=config.model.chunk_size, features=features)
+    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, features=features)
     shard_model(
         model,
         meshes.dense,
         compute_dtype=compute_dtype,
         cpu_offload=config.fsdp.cpu_offload,
-        reshard_after_forward=bool(config.fsdp.reshard_after_forward),
+        reshard_after_forward=config.fsdp.reshard_after_forward,
         prefetch=config.fsdp.prefetch,
         runs_tower=options.runs_tower,
         expert_shards=meshes.expert_shards,

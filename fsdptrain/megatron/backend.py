@@ -226,7 +226,7 @@ class MegatronBackend:
         return LogprobsHead(
             self.hf_config.vocab_size,
             self._layout,
-            self._config.model.chunk_size,
+            self._config.model.logprob_chunk_size,
             self._config.scoring_temperature,
             Truncation.of(self._config.rollout),
         )

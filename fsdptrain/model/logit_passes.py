@@ -120,7 +120,7 @@ class TorchPasses:
 
 def row_blocks(raw: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows, logits [B, V] of these rows) in blocks that fit in a cache."""
-    if raw.device.type == "cpu" and type(raw) is Tensor:  # fake tensors come from the memory plan, which models devices
+    if raw.device.type == "cpu":
         size = torch.get_num_threads() * max(1, _PER_CORE // raw.shape[1])
     else:
         size = max(1, _PER_DEVICE // raw.shape[1])

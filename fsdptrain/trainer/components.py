@@ -18,13 +18,13 @@ from fsdptrain import platform, registry
 from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.checks import is_valid
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.feature import Features, check_features, load_features
 from fsdptrain.loggers import build_loggers
+from fsdptrain.memory.report import naming_flags, planned_memory, report_memory
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.probes.kernels import require_no_fallback
 from fsdptrain.protocols import (
@@ -43,7 +43,6 @@ from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
 from fsdptrain.trainer.data import RunData, build_data, require_same_data
-from fsdptrain.trainer.memory import build_planner, choose_sizes, fit_memory, plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule
 from fsdptrain.trainer.run_dir import RunFolder
 from fsdptrain.trainer.samples.background import open_background
@@ -79,7 +78,7 @@ class Closing(Protocol):
 class Components:
     """Everything that a run owns."""
 
-    config: Config  # without what this machine cannot run, and with the chosen sizes
+    config: Config
     tokenizer: PreTrainedTokenizerBase
     prompts: DataConfig  # how a prompt becomes tokens: system prompt and chat template
     backend: PolicyBackend
@@ -93,7 +92,7 @@ class Components:
     timeline: Timeline
     evaluation: "Evaluation | LossEvaluation | None"
     speed: Speed
-    planned_memory: int | None  # bytes per rank on the device; None: no device, or no plan is possible
+    planned_memory: int | None  # bytes per rank on the device; None: no device
     loggers: list[Logger]
 
 
@@ -122,27 +121,22 @@ def build_components(
     eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[Components]:
     """Build data and rewards, then the model, then the engine. Close all of them on exit."""
-    config = usable_here(config)
+    check_features(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     install_platform_overrides()  # features compare kernels with the functions that a run uses
-    plans = platform.has_accelerator() and config.model.backend == "fsdp"
-    # not the name in the hub: ranks would look it up once more, each alone
-    of_files = config.with_values(hf_checkpoint=str(checkpoint))
     is_embedded = any(section.needs_embedded_engine for section in config.sections)
     engine_name = choose_engine("hf" if is_embedded else config.rollout.engine, device_type=platform.device_type())
-    planner = build_planner(of_files, auto_engine=engine_name) if plans else None
-    config = fit_memory(planner, config)
     features = load_features(config, checkpoint)
     inputs = read_inputs(config, checkpoint, features, engine_name, reward, dataset, eval_dataset)
     data, tokenizer, environment = inputs.data, inputs.tokenizer, inputs.environment
     require_same_data(data.stream)
     of_losses = supervised_evaluation(inputs.config, tokenizer, data) if data.supervised else None
     generates = bool(data.prompts) or inputs.builders is None
-    config = choose_sizes(planner, config)
     with ExitStack() as stack:
         rewards = open_rewards(config, inputs.reward, data, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
         backend = open_backend(config, features)
+        stack.enter_context(naming_flags(backend.model, config))
         engine = open_engine(config, backend, inputs.make_engine, checkpoint) if generates else None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
@@ -173,7 +167,7 @@ def build_components(
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, platform.local_device(), backend.compute_dtype, copies=config.pack_copies),
-            planned_memory=planned_memory(planner, config),
+            planned_memory=planned_memory(backend.model, config),
             loggers=loggers,
         )
 
@@ -214,21 +208,6 @@ def read_inputs(
             builders=sample_builders(config, tokenizer, data) if config.algorithm.algorithm == "sft" else None,
             make_engine=engine_factory(engine_name, device_type=platform.device_type()),
         )
-
-
-def usable_here(config: Config) -> Config:
-    """Call `check_features`, without what --speed fast has turned on and this machine cannot run. Collective."""
-    try:
-        check_features(config)
-    except ConfigError as error:
-        plain = config.without_fast(("compile", "activation_memory_budget"), str(error))
-        if plain.speed_line == config.speed_line or not is_valid(plain):  # an option that is set needs it
-            raise
-        check_features(plain)
-        config = plain
-    if config.speed_line:
-        log.info("%s", config.speed_line)
-    return config
 
 
 def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config]:
@@ -272,7 +251,7 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 def open_backend(config: Config, features: Features) -> PolicyBackend:
     """Load the policy and log how it is computed. Collective."""
-    backend = build_backend(config, features=features, before_load=lambda model: plan_memory(model, config))
+    backend = build_backend(config, features=features, before_load=lambda model: report_memory(model, config))
     for line in backend.lines:
         log.info("%s", line)
     report_fallbacks(backend, strict=config.model.strict)

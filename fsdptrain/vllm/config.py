@@ -53,15 +53,6 @@ class VllmConfig(Section):
         return bool(self.urls) or self.num_servers is not None
 
     @property
-    def engine_ranks(self) -> int:
-        size = self.engine_args.get("tensor_parallel_size")
-        return size if type(size) is int and size > 0 and not self.engine_has_own_devices else 1  # else an error later
-
-    @property
-    def engine_cache(self) -> int:
-        return int((self.kv_cache_gib or 0) * 2**30)
-
-    @property
     def inexact_engine(self) -> str:
         lossy = [name for name in LOSSY_ENGINE_ARGS if self.engine_args.get(name) not in EXACT_VALUES]
         return f"--rollout-engine-args {lossy[0]}" if lossy else ""

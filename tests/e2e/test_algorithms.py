@@ -86,11 +86,8 @@ def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_the
 
 
 @pytest.mark.matrix
-def test_compiled_layers_with_a_memory_budget_train_as_plain_ones(checkpoint: Path, tmp_path: Path) -> None:
-    flags = ["--activation-memory-budget", "0.5"]
-    plain, compiled = (
-        trained(checkpoint, tmp_path / name, *more) for name, more in (("a", []), ("b", ["--compile", *flags]))
-    )
+def test_compiled_layers_train_as_plain_ones(checkpoint: Path, tmp_path: Path) -> None:
+    plain, compiled = (trained(checkpoint, tmp_path / name, *more) for name, more in (("a", []), ("b", ["--compile"])))
     names = [name for name in plain if name.startswith(("policy/", "loss/", "optim/", "mismatch/"))]
     assert plain["optim/grad_norm"] > 0
     assert {name: compiled[name] for name in names} == pytest.approx(

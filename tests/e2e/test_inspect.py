@@ -59,12 +59,6 @@ def test_with_liger_it_says_what_is_replaced_or_why_nothing_is(tmp_path: Path):
     assert report["refusal"] in result.err
 
 
-def test_it_says_what_speed_fast_means(tmp_path: Path):
-    zoo.config("qwen3").save_pretrained(tmp_path / "model")
-    fast = inspect(tmp_path / "model", tmp_path, "--speed", "fast", "--json")
-    assert json.loads(fast.out)["speed"].startswith("speed fast: --compile, ")
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b"])
 def test_it_works_on_public_models(name: str, tmp_path: Path):

@@ -8,13 +8,11 @@ symbolic from the first pack on.
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -23,17 +21,11 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
-from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.structure import decoder_layers
 
-_LEAST = 1e-6  # 0 would save all inputs of a graph, also those that no gradient needs
-
 
 class CompileFeature(Feature):
-    def __init__(self, options: CompileConfig) -> None:
-        self._options = options
-
     @classmethod
     def check(cls, config: Config) -> None:
         del config
@@ -42,14 +34,14 @@ class CompileFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "CompileFeature":
-        del checkpoint
-        return cls(config.section(CompileConfig))
+        del config, checkpoint
+        return cls()
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         del meshes
         with raise_on_all_ranks(ConfigError, "--compile"):
             check_compiler(platform.device_type())  # where nothing has called `check`
-            compile_layers(model, memory_budget=self._options.activation_memory_budget)
+            compile_layers(model)
 
 
 def check_compiler(device_type: str) -> None:
@@ -67,34 +59,11 @@ def check_compiler(device_type: str) -> None:
         )
 
 
-def compile_layers(
-    model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor", memory_budget: float = 1.0
-) -> None:
-    """Compile the forward of every decoder layer on its first call. Parameter names do not change.
-
-    memory_budget: part of the activations to keep, from 0 to 1; the partitioner of AOTAutograd recomputes the rest.
-    """
-    if memory_budget < 1:
-        backend = _Budgeted(backend, max(memory_budget, _LEAST))
+def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the forward of every decoder layer on its first call. Parameter names do not change."""
     name = str(model.config._attn_implementation)
     attention = ALL_ATTENTION_FUNCTIONS.get(name)
     if attention is not None:
         AttentionInterface.register(name, torch.compiler.disable(attention))
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
-
-
-@dataclass(frozen=True)
-class _Budgeted:
-    """A backend with a memory budget, which holds while it partitions a graph and is in the keys of torch's caches.
-
-    torch compares backends by `==`: layers share their graphs.
-    """
-
-    backend: str | Callable[..., Any]
-    memory_budget: float
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        compile_graph = torch._dynamo.lookup_backend(self.backend) if isinstance(self.backend, str) else self.backend
-        with torch._functorch.config.patch(activation_memory_budget=self.memory_budget):
-            return compile_graph(graph, inputs)

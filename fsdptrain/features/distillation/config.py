@@ -80,13 +80,6 @@ class DistillationConfig(Section):
     def trains_zero_advantage(self) -> str:
         return "--opd-teacher" if self.enabled else ""
 
-    def memory(self, config: "Config") -> tuple[dict[str, int], dict[str, int]]:
-        if not self.enabled:
-            return {}, {}
-        from fsdptrain.features.distillation.size import teacher_bytes
-
-        return teacher_bytes(config, self)
-
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not self.enabled:
             return

@@ -66,7 +66,7 @@ class DistillationFeature(Feature):
         self._head: Head | None = None  # of the teacher, during a step
         self._reports = False  # the policy's outputs are those of a teacher
         jsd, scale = self._options.loss == "jsd", config.scoring_temperature
-        self._chunk = min(CHUNK, config.model.chunk_size)
+        self._chunk = min(CHUNK, config.model.logprob_chunk_size)
         self._outputs = TeacherOutputs(scale, self._chunk, self._options.top_k, vocab_size) if jsd else None
 
     @classmethod

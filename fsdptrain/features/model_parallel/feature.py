@@ -22,10 +22,8 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, ForwardPass, LogProbsFunction
 from fsdptrain.features.meta import meta_model_of
-from fsdptrain.features.model_parallel.plan import split_model
+from fsdptrain.features.model_parallel.plan import split_model, split_plan_of
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.memory.grid import Grid
-from fsdptrain.memory.pieces import Pieces
 from fsdptrain.model.loading.materialize import local_part
 from fsdptrain.model.logprobs import vocab_parallel_logprobs
 from fsdptrain.types import Metrics, PackedBatch
@@ -45,7 +43,7 @@ class ModelParallelFeature(Feature):
     def check(cls, config: Config) -> None:
         model = meta_model_of(config)
         with raise_on_all_ranks(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
-            Pieces(model, Grid.of(config, dist.get_world_size()))
+            split_plan_of(model, config)
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         assert meshes.tensor is not None

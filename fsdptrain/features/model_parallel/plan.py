@@ -8,6 +8,7 @@ that moves tokens, or parts of hidden states, between ranks.
 import logging
 import re
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -15,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.memory.pieces import SplitPlan
 from fsdptrain.model.structure import decoder_layers, layer_config, lm_head, projected_heads, stock_class
 
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # split dim `out` of nn.Linear's [out, in]
@@ -26,6 +27,20 @@ _BY_VOCABULARY, _BY_WIDTH = "embedding_rowwise", "embedding_colwise"
 _SUMMED = "replicated_with_grad_allreduce"  # replicated, but used only by the heads of each rank
 _NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
 _LEAST_SHARE = 0.5  # of the matrices of the layers; splitting less saves nothing
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How layers and experts are split over ranks before sharding, by module and parameter names."""
+
+    tensor: dict[str, str]  # module -> style of transformers, except those in `experts`
+    experts: dict[str, str]
+    tensor_dims: dict[str, int]  # parameter -> the dim that is split over tensor ranks
+
+
+def split_plan_of(model: PreTrainedModel, config: Config) -> SplitPlan:
+    """Return the split plan of a run. Raises ConfigError if the model does not support its sizes."""
+    return split_plan(model, tensor_size=config.ranks_along("tensor"), expert_size=config.ranks_along("experts"))
 
 
 def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) -> SplitPlan:

@@ -6,7 +6,6 @@ from fsdptrain.config.rules import FSDP_ONLY, Excludes, Requires
 from fsdptrain.config.section import Section
 
 BLOCK = 64  # weights of a row that share a scale
-_SCALES = 4 / BLOCK  # bytes per weight: a float32 per block
 _MERGED = "use --lora-sync merged: the engine has other weights than those that the adapter is trained on"
 
 Kind = Literal["nf4", "8-bit"]
@@ -35,8 +34,3 @@ class QuantizedBaseConfig(Section):
     @property
     def kind(self) -> Kind:
         return "nf4" if self.load_in_4bit else "8-bit"
-
-    @property
-    def frozen_weight_bytes(self) -> float | None:
-        """Bytes per frozen weight of a linear layer, scales included."""
-        return (0.5 if self.load_in_4bit else 1.0) + _SCALES if self.enabled else None

@@ -36,10 +36,9 @@ def inspect(argv: Sequence[str]) -> int:
     own = {key: resolved.own[key] for key in ("num_gpus", "against_checkpoint")}
     found = inspection.inspect_model(resolved.config, **own)
     if resolved.own["json"]:
-        print_json({**found.as_dict(), "speed": resolved.config.speed_line})
+        print_json(found.as_dict())
     else:
         print_inspection(found)
-        sys.stdout.write(resolved.config.speed_line and f"{resolved.config.speed_line}\n")
     inspection.raise_problems(found, strict=resolved.config.model.strict)
     return 0
 

@@ -5,7 +5,6 @@ json.dumps(report.as_dict())
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError, MemoryPlanError, NumericsError
+from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
@@ -26,11 +25,11 @@ from fsdptrain.features.liger.modules import describe, find_replacements
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
+from fsdptrain.features.model_parallel.plan import split_plan_of
 from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
 from fsdptrain.features.prefix_sharing.copy_probe import probe_prefixes_of_copy
 from fsdptrain.features.vision.config import VisionConfig
-from fsdptrain.memory.grid import Grid
-from fsdptrain.memory.pieces import Pieces, parameters_outside
+from fsdptrain.memory.estimate import Shapes
 from fsdptrain.model.attention.attention import resolve_attention
 from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.loading.files import stored_dtype, weight_files
@@ -44,7 +43,6 @@ from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.structure import active_sizes, count_parameters, freeze_vision, lm_head
 from fsdptrain.overrides import Override, install_overrides
 from fsdptrain.tools.inspect.module_tree import Part, module_tree
-from fsdptrain.tools.plan.plan import Machine, Planner
 
 
 @dataclass(frozen=True)
@@ -97,15 +95,16 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
     liger = list(_liger(config, model))
-    pieces = Pieces(model, Grid.of(config, num_gpus))
+    split_plan_of(model, config)
+    shapes = Shapes(model, config, num_gpus)
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
         parts=module_tree(model),
-        parameters=_count(model, pieces),
-        groups=_groups(model, pieces, compute_dtype.itemsize),
+        parameters=_count(model, shapes),
+        groups=_groups(model, shapes, compute_dtype.itemsize),
         head=_head(model),
         dtypes=_dtypes(path, config),
         probe=probe,
@@ -114,7 +113,6 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
             *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
             *liger,
             _logprobs(config),
-            _sizes(config, model, num_gpus),
             *([] if probe is None else [_prefixes(config, model, probe)]),
         ],
         device_type=device_type,
@@ -175,11 +173,11 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
     return model, path
 
 
-def check_sizes(config: Config, num_ranks: int) -> None:
-    """Raise ConfigError if the model does not allow a mesh of `num_ranks`."""
+def check_sizes(config: Config) -> None:
+    """Raise ConfigError if the model does not allow the parallel sizes."""
     if config.section(ModelParallelConfig).enabled or config.section(ContextParallelConfig).enabled:
         model, _ = meta_model(config)
-        Pieces(model, Grid.of(config, num_ranks))
+        split_plan_of(model, config)
 
 
 def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, str]:
@@ -214,16 +212,6 @@ def _logprobs(config: Config) -> Kernel:
     return Kernel("logprobs", "eager", wanted="triton", reason=problem) if problem else Kernel("logprobs", "triton")
 
 
-def _sizes(config: Config, model: PreTrainedModel, num_gpus: int) -> Kernel:
-    """Report what `auto` of --logprob-chunk-size and --fsdp-reshard-after-forward means on this machine."""
-    if platform.has_accelerator():
-        free, total = platform.device_memory()
-        with suppress(MemoryPlanError):
-            config = Planner(model, Machine(num_gpus, total)).choose_sizes(config, free)
-    layers = "freed" if config.fsdp.reshard_after_forward else "kept"
-    return Kernel("sizes", f"logprobs of {config.model.chunk_size} tokens; layers {layers} after the forward pass")
-
-
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:
     """Report how shared prompts are computed. Never a fallback: installing a package would not change it."""
     obstacle = config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
@@ -233,30 +221,30 @@ def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Ker
     return Kernel("prompts of a group", f"recomputed per sample: {obstacle}" if obstacle else "computed once")
 
 
-def _count(model: PreTrainedModel, pieces: Pieces) -> dict[str, int]:
+def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:
     counts = count_parameters(model)
     return {
         "total": counts.total,
         "active": round(sum(active_sizes(model).values())),  # used by one token, embedding and head included
         "trainable": counts.total - counts.frozen,
-        "per_rank": pieces.total(lambda piece: piece.largest_shard),  # on the rank with most
-        "num_shards": pieces.grid.shards * pieces.grid.tensor,
+        "per_rank": sum(map(shapes.shard, model.parameters())),  # on the rank with most
+        "num_shards": shapes.num_shards,
     }
 
 
-def _groups(model: PreTrainedModel, pieces: Pieces, compute_bytes: int) -> list[Group]:
+def _groups(model: PreTrainedModel, shapes: Shapes, compute_bytes: int) -> list[Group]:
     found = []
     for kind in layer_kinds(model):
         name = f"{kind.path} {kind.span}"
         found.append((name, len(kind.indices), list(kind.layer.parameters())))
-    found.append(("embedding, head and other parameters", 1, parameters_outside(model)))
+    found.append(("embedding, head and other parameters", 1, shapes.outside))
     return [
         Group(
             name,
             count,
             sum(p.numel() for p in parameters),
-            sum(piece.largest_shard for piece in pieces.of(parameters)),
-            compute_bytes * sum(piece.numel for piece in pieces.of(parameters)),
+            sum(map(shapes.shard, parameters)),
+            compute_bytes * sum(map(shapes.gathered_elements, parameters)),
         )
         for name, count, parameters in found
     ]

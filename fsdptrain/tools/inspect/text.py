@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fsdptrain.memory.demand import count
+from fsdptrain.memory.estimate import count
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.tools.inspect.inspection import Group, Inspection
 from fsdptrain.tools.inspect.module_tree import Part

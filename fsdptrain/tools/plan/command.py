@@ -1,8 +1,10 @@
-"""`fsdptrain plan`: whether a run fits into memory."""
+"""`fsdptrain plan`: the memory of a run for several numbers of GPUs."""
 
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import resolve, without
@@ -10,11 +12,15 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.help_text import asks_for_help, print_options
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, MACHINE, check_machine, print_json, quiet_transformers
 
+if TYPE_CHECKING:
+    from fsdptrain.memory.estimate import Estimate
+
 PLAN = {**MACHINE, "json": JSON}
 PLAN_USAGE = """\
-The memory of a run, by config.json alone, and which flags make it fit.
+The memory of a run, by config.json alone, on --num-gpus and on more GPUs.
 
 Takes any option of a run too, e.g. --max-tokens-per-gpu 4096."""
+_FACTORS = (1, 2, 4, 8)  # times --num-gpus
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -22,22 +28,47 @@ def plan(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         return print_options("fsdptrain plan", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
     resolved = resolve(argv, PLAN)
-    machine = {key: resolved.own[key] for key in MACHINE}
+    config, machine = resolved.config, {key: resolved.own[key] for key in MACHINE}
     check_machine(machine)
-    if resolved.config.model.backend == "megatron":
+    if config.model.backend == "megatron":
         raise ConfigError("fsdptrain plan supports --backend fsdp only")
-    check_world_size(resolved.config, machine["num_gpus"])
+    check_world_size(config, machine["num_gpus"])
     quiet_transformers()
+    from fsdptrain.memory.estimate import GIB, Machine, estimate, flags_that_help  # lazy: imports torch
     from fsdptrain.tools.inspect.inspection import meta_model
-    from fsdptrain.tools.plan import text as plan_text  # lazy: imports torch
-    from fsdptrain.tools.plan.plan import Machine, make_plan
 
-    model, _ = meta_model(resolved.config, with_adapters=True)
-    found = make_plan(model, resolved.config, Machine.of_gib(**machine))
+    model, _ = meta_model(config, with_adapters=True)
+    host = machine["host_memory_gib"]
+    device, host = int(machine["gpu_memory_gib"] * GIB), None if host is None else int(host * GIB)
+    estimates = [estimate(model, config, Machine(i * machine["num_gpus"], device, host)) for i in _FACTORS]
     command = shlex.join(["fsdptrain", *without(argv, PLAN)])
+    advice = flags_that_help(model, config, estimates[0].machine) if estimates[0].lacks else []
     if resolved.own["json"]:
-        print_json({**plan_text.as_mapping(found, command), "speed": resolved.config.speed_line})
+        found = [{**asdict(x), **x.needs, "fits": not x.lacks} for x in estimates]
+        print_json({"command": command, "flags": advice, "estimates": found})
     else:
-        plan_text.print_plan(found, command)
-        sys.stdout.write(resolved.config.speed_line and f"{resolved.config.speed_line}\n")
-    return 0 if found.fits else 1
+        _print_table(estimates)
+        verdict = "does not fit" if estimates[0].lacks else "fits"
+        ways = f"; flags that help, each alone: {', '.join(advice)}" if advice else ""
+        sys.stdout.write(f"\n{verdict}: {estimates[0].line}{ways}\n  {command}\n")
+    return 1 if estimates[0].lacks else 0
+
+
+def _print_table(estimates: "Sequence[Estimate]") -> None:
+    """Print one column per number of GPUs."""
+    from fsdptrain.memory.estimate import Parts, gib, with_margin
+    from fsdptrain.tools.inspect.text import narrow_console, section, table
+
+    def rows(parts: "Sequence[Parts]", total: str) -> list[tuple[str, ...]]:
+        names = dict.fromkeys(name for part in parts for name in part)
+        found = [(name, *(gib(part.get(name, 0)) for part in parts)) for name in names]
+        return [*found, (total, *(gib(with_margin(part)) for part in parts))] if found else []
+
+    console, numbers = narrow_console(), [str(x.machine.num_ranks) for x in estimates]
+    for title, parts in (
+        ("Training, GiB per GPU", [x.training for x in estimates]),
+        ("Generation, GiB per GPU", [x.generation for x in estimates]),
+        ("Host, GiB per node", [x.on_host for x in estimates]),
+    ):
+        if any(parts):
+            section(console, title, table(("GPUs",), numbers, rows(parts, "together, with 5 % margin")))

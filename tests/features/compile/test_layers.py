@@ -71,7 +71,6 @@ def test_graphs_of_the_first_pack_serve_all_others(name, changes, recomputed):
     exact = in_float64(model_of(name, compiler=None, recomputed=False, **changes))
     counts = []
     for lengths in PACKS:
-        register_attention()  # as a planner does in the middle of a run
         found, wanted = step(compiled, lengths), step(plain, lengths)
         counts.append(compiler.frame_count)
         with Exact():

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -14,7 +14,6 @@ from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, Config, load_recipe, resolve, to_yaml
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, PRESETS
 from fsdptrain.errors import ConfigError
-from fsdptrain.trainer.components import usable_here
 from fsdptrain.trainer.rules import loss_config
 from fsdptrain.types import LossConfig
 
@@ -152,69 +151,6 @@ def test_old_logprobs_are_scored_only_where_they_are_used(name, needed):
     size = {} if name == "sft" else {"global_batch_size": 64}
     assert Config(hf_checkpoint="x", algorithm=name, **size).needs_old_logprobs is needed
     assert not Config(hf_checkpoint="x", algorithm=name).needs_old_logprobs
-
-
-FAST = "--compile, --activation-memory-budget 0.8, --fsdp-reshard-after-forward auto"
-
-
-def fast(**values: Any) -> Config:
-    return Config(hf_checkpoint="x", speed="fast", **values)
-
-
-def speed(config: Config) -> tuple[Any, ...]:
-    return tuple(config.value(flat) for flat in ("compile", "activation_memory_budget", "fsdp_reshard_after_forward"))
-
-
-def test_fast_sets_what_is_predicted_to_pay_and_says_so():
-    assert fast().speed_line == f"speed fast: {FAST}"
-    assert speed(fast()) == (True, 0.8, "auto")
-    assert Config(hf_checkpoint="x").speed_line == ""
-    assert resolve(["--hf-checkpoint", "x", "--speed", "fast"]).sources["compile"] == "preset"
-
-
-@pytest.mark.parametrize(
-    ("values", "found", "words"),
-    [
-        ({"compile": False}, (False, 1.0, "auto"), ""),
-        ({"activation_memory_budget": 0.5, "compile": True}, (True, 0.5, "auto"), ""),
-        ({"activation_memory_budget": 0.5}, (True, 0.5, "auto"), ""),
-        ({"fsdp_reshard_after_forward": True}, (True, 0.8, True), ""),
-        ({"gradient_checkpointing": True}, (True, 1.0, "auto"), "no effect with --gradient-checkpointing"),
-        ({"liger": True}, (False, 1.0, "auto"), "--liger does not work with --compile"),
-        ({"tensor_parallel_size": 2}, (False, 1.0, "auto"), "--tensor-parallel-size 2 does not work with --compile"),
-    ],
-)
-def test_fast_changes_no_option_that_is_set_and_none_that_it_excludes(values, found, words):
-    config = fast(**values)
-    assert speed(config) == found
-    assert words in config.speed_line
-    assert ("left out" in config.speed_line) == bool(words)
-
-
-def test_a_written_recipe_of_a_fast_run_is_the_same_run(tmp_path: Path):
-    (tmp_path / "config.yaml").write_text(to_yaml(fast(gradient_checkpointing=True)))
-    loaded = load_recipe(tmp_path / "config.yaml")
-    assert loaded.as_dict() == fast(gradient_checkpointing=True).as_dict()
-    assert loaded.speed_line == "", "all values are given"
-
-
-def test_a_problem_of_the_options_themselves_is_raised_as_without_fast():
-    with pytest.raises(ConfigError, match="--min-lr 1 is above"):
-        fast(min_lr=1.0, lr_decay_style="linear")
-    with pytest.raises(ConfigError, match="--activation-memory-budget has no effect without --compile"):
-        fast(activation_memory_budget=0.5, compile=False)
-
-
-def test_a_machine_without_a_compiler_leaves_compile_out_unless_it_is_set(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    config = usable_here(fast())
-    assert speed(config) == (False, 1.0, "auto")
-    assert "left out: --compile needs a C++ compiler and none is available" in config.speed_line
-    with pytest.raises(ConfigError, match=r"--compile needs a C\+\+ compiler"):
-        usable_here(fast(compile=True))
-    with pytest.raises(ConfigError, match=r"--compile needs a C\+\+ compiler"):
-        usable_here(fast(activation_memory_budget=0.5))
 
 
 def test_an_unknown_algorithm_is_one_line():

@@ -15,8 +15,7 @@ from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp import optimizer as optimizer_module
 from fsdptrain.fsdp.optimizer import DECAYS, Optimizer, lr_schedule
 from fsdptrain.fsdp.optimizers import parameter_groups
-from fsdptrain.memory.demand import Shard, optimizer_bytes
-from fsdptrain.model.structure import count_parameters
+from fsdptrain.memory.estimate import Shapes
 from tests import zoo
 from tests.testing import tiny_qwen3
 
@@ -214,7 +213,7 @@ def test_the_plan_knows_the_state_of_each_optimizer(name: str):
     model = tiny_qwen3(hidden_size=256, intermediate_size=512, head_dim=64, num_key_value_heads=4)
     optim = OptimConfig(optimizer=name, sgd_momentum=0.9 if name == "sgd" else 0.0)
     state = Optimizer(model, optim, total_steps=10, fp16=False).tensors()
-    planned = optimizer_bytes(Config(hf_checkpoint="x", optim=optim), Shard.of(count_parameters(model), 1))
+    planned = Shapes(model, Config(hf_checkpoint="x", optim=optim), 1).state()["optimizer state"]
     assert sum(tensor.nbytes for tensor in state.values()) == pytest.approx(planned, rel=0.01)
 
 

@@ -1,0 +1,151 @@
+"""The memory estimate against counts by hand, and what a run says of it."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from fsdptrain import platform
+from fsdptrain.config import Config
+from fsdptrain.errors import MemoryPlanError
+from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, estimate, flags_that_help, size_of
+from fsdptrain.memory.report import naming_flags, report_memory
+from fsdptrain.model.structure import count_parameters
+from tests import configs, zoo
+
+MODEL = configs.meta_model("llama-3.1-8b")
+TOTAL = count_parameters(MODEL).total
+MACHINE = Machine(8, device=80 * GIB)
+SFT = {"algorithm": "sft", "eval_interval": 0}
+KL = {"kl_loss_coef": 0.1, "rollout_engine": "vllm-server", "rollout_num_servers": 1}
+FULL = {"gradient_checkpointing": True}
+
+
+def config(**options: Any) -> Config:
+    return Config(**{"hf_checkpoint": "a model", **options})
+
+
+def need(machine: Machine = MACHINE, **options: Any) -> Estimate:
+    return estimate(MODEL, config(**options), machine)
+
+
+def state(parts: Parts) -> list[int | None]:
+    return [parts.get(name) for name in ("weights", "optimizer state", "gradients")]
+
+
+def test_state_is_16_bytes_per_parameter_of_a_shard_and_moves_to_the_host():
+    shard = 4 * TOTAL // 8
+    assert state(need().training) == [shard, 2 * shard, shard]
+    assert state(need(offload_optimizer=True).training) == [shard, None, shard]
+    assert state(need(fsdp_cpu_offload=True).training) == [None, None, None]
+    assert state(need(optimizer="sgd").training) == [shard, 0, shard]
+    half = need(bf16=False).training["gathered layers"]
+    assert need().training["gathered layers"] == half // 2
+    assert need(fsdp_reshard_after_forward=False).training["gathered layers"] == 2 * TOTAL
+
+
+def test_pinned_buffers_are_powers_of_two_and_those_of_a_cpu_are_not():
+    pinned, plain = (
+        need(Machine(8, has_accelerator=on), fsdp_cpu_offload=True).on_host["weights"] for on in (True, False)
+    )
+    sizes = [4 * (-(-p.shape[0] // 8)) * (p.numel() // p.shape[0]) for p in MODEL.parameters()]
+    assert plain == 8 * sum(sizes)
+    assert pinned == 8 * sum(1 << (size - 1).bit_length() for size in sizes)
+    assert need(Machine(8, has_accelerator=False)).device == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({**KL}, {"the reference": 4}),
+        ({**KL, "ref_dtype": "bfloat16"}, {"the reference": 2}),
+        ({**SFT, "async_save": True}, {"the checkpoint in writing": 12}),
+        ({**SFT, "load_strategy": "rank0"}, {"rank 0's whole copy": 4}),
+    ],
+)
+def test_copies_on_the_host(options: dict[str, Any], parts: dict[str, int]):
+    found = need(Machine(8, has_accelerator=False), **options).on_host
+    assert found == {name: width * TOTAL for name, width in parts.items()}
+
+
+def test_the_engine_in_the_process_holds_a_copy_and_a_cache_without_gradients():
+    found = need(rollout_engine="hf", rollout_max_prompt_len=1024, rollout_max_response_len=1024).generation
+    assert found["the engine's weights"] == 2 * TOTAL
+    assert found["key-value cache"] == 32 * 2048 * 32 * 8 * 2 * 128 * 2  # rows, tokens, layers, heads, k and v, width
+    assert "gradients" not in found
+    assert need(**KL).generation == need(**SFT).generation == {}
+    split = {"rollout_engine": "vllm", "rollout_kv_cache_gib": 8, "rollout_engine_args": {"tensor_parallel_size": 2}}
+    assert need(**split).generation["the engine's weights"] == TOTAL
+    assert need(**split).generation["key-value cache"] == 8 * GIB
+
+
+def test_an_adapter_has_moments_of_its_own_and_frozen_weights_have_the_compute_dtype():
+    model, lora = zoo.build("qwen3", hidden_size=256, intermediate_size=512), {"lora_rank": 4}
+    base = count_parameters(model).total
+    for name, parameter in list(model.named_parameters()):
+        parameter.requires_grad_(False)
+        if name.endswith("q_proj.weight"):
+            model.get_submodule(name.rpartition(".")[0]).register_module("lora_A", torch.nn.Linear(256, 4, bias=False))
+    adapter = count_parameters(model).total - base
+    found = estimate(model, config(**SFT, **lora), Machine(1)).training
+    assert state(found) == [2 * base + 4 * adapter, 8 * adapter, 4 * adapter]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss"])
+def test_each_step_of_recomputing_keeps_less(name: str):
+    model = zoo.build(name)
+    options: list[dict[str, Any]] = [
+        {},
+        {**FULL, "gradient_checkpointing_every": 2},
+        {**FULL},
+        {**FULL, "offload_activations": True},
+    ]
+    found = [estimate(model, config(**SFT, **x), Machine(1)).training["activations"] for x in options]
+    assert found == sorted(found, reverse=True)
+    half = config(**SFT, max_tokens_per_gpu=4096)
+    assert estimate(model, half, Machine(1)).training["activations"] == found[0] // 2
+
+
+def test_each_named_flag_takes_less_and_states_what_is_needed_then():
+    small = Machine(2, device=40 * GIB)
+    given = need(small, **FULL)
+    flags = flags_that_help(MODEL, config(**FULL), small)
+    assert given.lacks == "device"
+    assert any(line.startswith("--fsdp-cpu-offload (") for line in flags)
+    for line in flags:
+        words, size = line.removesuffix(" GiB)").rsplit(" (", 1)
+        assert float(size) < given.device / GIB
+        assert words.startswith("--")
+    assert not [line for line in flags if "selective" in line]  # keeps more
+    by_number = [need(Machine(n)).device for n in (1, 2, 8, 64)]
+    assert by_number == sorted(by_number, reverse=True)
+
+
+def test_a_run_that_does_not_fit_says_so_in_one_line_and_goes_on_except_with_strict(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(platform, "host_memory", lambda: (GIB, GIB))
+    given = config(**SFT)
+    with platform.process_group(60), caplog.at_level(logging.INFO):
+        report_memory(MODEL, given)
+        info, warning = caplog.messages
+        with pytest.raises(MemoryPlanError, match="--strict: this run may not fit"):
+            report_memory(MODEL, given.with_values(strict=True))
+        with (
+            pytest.raises(MemoryPlanError, match=r"out of memory: CUDA.*--gradient-checkpointing"),
+            naming_flags(MODEL, given),
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
+    assert info.startswith("planned memory of 8.03 B parameters: ")
+    assert "of 1.0 GiB on the host" in warning
+    assert "--gradient-checkpointing (" in warning
+    assert "\n" not in warning
+
+
+def test_a_run_that_fits_logs_one_line(caplog: pytest.LogCaptureFixture):
+    model = zoo.build("llama")
+    with platform.process_group(60), caplog.at_level(logging.INFO):
+        report_memory(model, config(**SFT, max_tokens_per_gpu=64))
+    assert len(caplog.messages) == 1
+    assert size_of(estimate(model, config(**SFT), Machine(1)).training) > 0
