@@ -6,7 +6,7 @@ SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bi
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: campaigns help install size check docs docs-serve quick test test-matrix test-matrix-core test-matrix-vllm test-vllm \
+.PHONY: help install size check docs docs-serve quick test test-matrix test-matrix-core test-matrix-vllm test-vllm \
 	test-oldest test-null-gpu gpu gpu-rehearsal gpu-wheels demo clean
 
 help:  ## what there is to make
@@ -48,7 +48,7 @@ test: install .venv-vllm/.installed  ## every law once, without a GPU
 	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
 	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
 
-test-matrix: test-matrix-core test-matrix-vllm  ## the rest: every family, mesh and engine, faults, benchmarks
+test-matrix: test-matrix-core test-matrix-vllm  ## the rest: every family, mesh and engine, benchmarks
 
 test-matrix-core: install  ## the part of `make test-matrix` without vLLM
 	$(PYTEST) -m 'matrix and not gpu' --durations=15 -rs
@@ -106,13 +106,8 @@ WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86
 demo: install  ## warm up a small model, train it with GRPO, plot what happened: about a minute on two cores
 	@$(BIN)/fsdptrain demo $(if $(SEED),--seed $(SEED))
 
-size: install  ## lines of the package, the tests, the spine, and of what a plain run imports
+size: install  ## lines of each part, of what a plain run imports, and options, with their targets
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/size.py
-
-campaigns: install .venv-vllm/.installed  ## kills, bad inputs, fuzzing, faults, soak, mutants: five hours; docs/campaigns.md
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[campaigns]'
-	for name in bad_inputs fuzz faults "kills --servers .venv-vllm/bin/python" soak mutation; do \
-		OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.$$name || failed=1; done; exit $${failed:-0}
 
 clean:  ## delete .venv and what was built; runs/ stays
 	rm -rf .venv .venv-vllm .venv-gpu .venv-oldest build dist site *.egg-info

@@ -9,14 +9,13 @@ import pytest
 from fsdptrain.config.keys import all_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
-MATRIX = {"hardware.md", "memory.md", "scaling.md"}  # a minute each, of traces of large models
+MATRIX = {"hardware.md", "memory.md"}  # a minute each, of traces of large models
 PAGES = {
     "algorithms.md": ("generate_algorithms.py", "algorithms_page"),
     "configuration.md": ("generate_configuration.py", "configuration_page"),
     "hardware.md": ("generate_hardware.py", "hardware_page"),
     "memory.md": ("generate_memory.py", "memory_page"),
     "recipes.md": ("generate_recipes.py", "recipes_page"),
-    "scaling.md": ("generate_scaling.py", "scaling_page"),
 }
 
 
