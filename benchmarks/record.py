@@ -8,7 +8,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -121,36 +120,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-class PeakMemory:
-    """Peak anonymous memory of this process during the block, sampled every millisecond, and its duration.
-
-    Excludes pages of mapped files, which the kernel can reclaim. [bytes], [s]
-    """
-
-    def __enter__(self) -> "PeakMemory":
-        self.peak = anonymous_memory()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        self._start = time.perf_counter()
-        return self
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.001):
-            self.peak = max(self.peak, anonymous_memory())
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.perf_counter() - self._start
-        self._done.set()
-        self._thread.join()
-        self.peak = max(self.peak, anonymous_memory())
-
-
-def anonymous_memory() -> int:
-    """Return the anonymous memory of this process. [bytes]"""
-    return status("RssAnon") + status("RssShmem")
-
-
 def status(name: str) -> int:
     """Read an entry of /proc/self/status. [bytes]"""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -189,7 +158,7 @@ def _commit() -> str:
     A plus is appended if files other than results have changed.
     """
     git = ["git", "-C", str(ROOT)]
-    look = [*git, "status", "-s", "-uno", "--", ".", ":!benchmarks/results", ":!campaigns/results"]
+    look = [*git, "status", "-s", "-uno", "--", ".", ":!benchmarks/results"]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run(look, capture_output=True, text=True, check=True).stdout

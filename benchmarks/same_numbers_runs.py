@@ -28,7 +28,6 @@ STALE = "--max-staleness 1 --num-rollout 3"  # engine and trainer differ, so cor
 OTHER = "--ref-load models/reference"
 SHAPED = "--multi-reward normalize_then_sum --length-penalty 0.5 --overlong-penalty 1 --overlong-buffer 8"
 TRUNCATED = "--rollout-top-p 0.8 --rollout-top-k 50 --rollout-min-p 0.01 --rollout-temperature 0.8"
-TWICE = "--prompt-data reasoning_gym:spell_backward?max_word_len=4&size=12 --num-rollout 4"  # two epochs
 RECOMPUTED = "--gradient-checkpointing"
 CONTEXT = "--context-parallel-size 2"
 TENSOR = "--tensor-parallel-size 2"
@@ -64,7 +63,6 @@ kl-reward-2-ranks       | dense  | 2 | --kl-reward-coef 1 --kl-reward-type k3 {O
 rewards-shaped          | dense  | 2 | {SHAPED}
 mask-truncated          | dense  | 1 | --mask-truncated --rollout-max-response-len 96
 dynamic-sampling        | dense  | 2 | --algorithm dapo --min-group-spread 2
-curriculum              | dense  | 2 | --curriculum pass_rate --pass-threshold 2.7 {TWICE}
 sampling                | dense  | 1 | {TRUNCATED}
 evaluation              | dense  | 1 | --n-samples-per-eval-prompt 4 --eval-greedy --eval-temperature 0.7
 rollout-logprobs        | dense  | 1 | --use-rollout-logprobs
@@ -98,11 +96,9 @@ moe                     | moe    | 1 |
 moe-aux-loss            | moe    | 2 | --router-aux-loss-coef config
 moe-replay-scoring      | moe    | 2 | --router-replay scoring
 moe-replay-rollout      | moe    | 2 | --router-replay rollout --router-aux-loss-coef 0.02 {RECOMPUTED}
-moe-bias                | bias   | 2 | --router-bias-update-rate 0.01
 vision                  | vision | 1 | {VISION}
 vision-train-2-ranks    | vision | 2 | {VISION} --train-vision
 context-2               | dense  | 2 | {CONTEXT} --max-tokens-per-gpu 64
-context-2-recurrent     | hybrid | 2 | {CONTEXT} --context-parallel-recurrent gather
 tensor-2                | dense  | 2 | {TENSOR}
 expert-2                | moe    | 2 | {EXPERT} --router-aux-loss-coef config
 tensor-2-expert-2       | moe    | 2 | {TENSOR} {EXPERT}

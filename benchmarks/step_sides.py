@@ -28,7 +28,7 @@ from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.types import LossConfig, LossOutput, Sample
 from tests.testing import no_checkpointing, tiny_tokenizer
 
-SIDES = ("ours", "packed", "stock", "compact", "async", "unskipped")
+SIDES = ("ours", "packed", "stock", "compact", "async")
 Step = Callable[[], dict[str, float]]
 
 
@@ -40,12 +40,10 @@ class Case:
     vocab: int
     lengths: str  # ragged or equal
     options: argparse.Namespace
-    pass_rate: float | None = None  # of every prompt; None: half of the responses, drawn otherwise
 
     @property
     def name(self) -> str:
-        rate = "" if self.pass_rate is None else f", pass rate {self.pass_rate:g}"
-        return f"{self.lengths}, vocabulary {self.vocab}{rate}"
+        return f"{self.lengths}, vocabulary {self.vocab}"
 
     @property
     def policy(self) -> str:
@@ -69,11 +67,7 @@ def make_samples(case: Case) -> list[Sample]:
     for group in range(options.groups):
         width = (shortest + longest) // 2 if case.lengths == "equal" else draw.randint(shortest, longest)
         prompt = [draw.randrange(case.vocab) for _ in range(width)]
-        if case.pass_rate is None:
-            rewards = [float(draw.randrange(2)) for _ in range(options.group_size)]
-        else:
-            rewards = [float(draw.random() < case.pass_rate) for _ in range(options.group_size)]
-        for reward in rewards:
+        for reward in [float(draw.randrange(2)) for _ in range(options.group_size)]:
             length = options.completion
             if case.lengths == "ragged":
                 length = min(options.longest, max(1, round(draw.lognormvariate(mu, options.sigma))))
@@ -112,7 +106,7 @@ class Phases:
 
 
 @contextmanager
-def our_side(case: Case, samples: list[Sample], *, sharing: str, skips: bool) -> Iterator[Step]:
+def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Step]:
     options = case.options
     config = Config(
         hf_checkpoint=case.policy,
@@ -127,7 +121,6 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str, skips: bool) ->
         use_rollout_logprobs=True,
         prefix_sharing=sharing,
         lora_rank=options.lora,
-        skip_zero_advantage=skips,
     )
     settings = LossConfig(kl_loss_coef=options.kl, use_rollout_logprobs=True)
     with process_group(600):

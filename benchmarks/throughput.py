@@ -1,16 +1,12 @@
-"""Tokens per second of every engine, for weight sync plus rollout, and of TRL with vLLM.
+"""Tokens per second of every engine, for weight sync plus rollout.
 
     python benchmarks/throughput.py --vllm-python .venv-vllm/bin/python                # hf, vllm, vllm-server
-    python benchmarks/throughput.py --vllm-python ... --trl-python ~/trl/bin/python    # and TRL's generation
     python benchmarks/throughput.py --quick --engines hf                               # seconds
 
 Each engine runs in a separate process with the same random float32 model and the same prompts, at temperature 1 and
 with logprobs. Engines alternate, one round each, with one warm-up round; idle engines sleep. The result is the median
 over rounds of the ratio to `hf` in the same round. Responses end at a token with a probability of about 1 in 264, or at
 the length limit.
-
-TRL: `VLLMGeneration` in mode "colocate", which its trainers use. It cannot sync weights to vLLM on a CPU (packed layers
-have no `weight_loader` there: AttributeError), so its rounds only generate: compare with `generate_only`.
 """
 
 import argparse
@@ -41,7 +37,7 @@ SIZES = {
         "head_dim": 64,
     },
 }
-Round = dict[str, float]  # tokens, seconds of the weight sync (if possible) and of generation
+Round = dict[str, float]  # tokens, seconds of the weight sync and of generation
 
 
 def main() -> None:
@@ -51,12 +47,11 @@ def main() -> None:
     parser.add_argument(
         "--vllm-python", type=os.path.abspath, help="Python of an environment with vLLM and fsdptrain's dependencies"
     )
-    parser.add_argument("--trl-python", type=os.path.abspath, help="Python of an environment with vLLM and TRL")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--num-samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--compile", action="store_true", help="let vLLM compile, as in TRL; default on a CPU: eager")
+    parser.add_argument("--compile", action="store_true", help="let vLLM compile; default on a CPU: eager")
     parser.add_argument("--quick", action="store_true", help="a small model and rollout: checks that it runs")
     parser.add_argument("--json", type=Path, help="path of the report")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # internal: passed to the processes that this script starts
@@ -77,7 +72,7 @@ def main() -> None:
 def compare(size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     from tests.testing import save_tiny_checkpoint
 
-    sides = [*args.engines, *(["trl"] if args.trl_python else [])]
+    sides = args.engines
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny_checkpoint(
             Path(folder) / "model", **SIZES[size], tie_word_embeddings=False, max_position_embeddings=1024
@@ -101,7 +96,7 @@ def compare(size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def start(side: str, model: Path, args: argparse.Namespace) -> "subprocess.Popen[str]":
     """Start the process of a side. It waits for input."""
-    python = {"vllm": args.vllm_python, "trl": args.trl_python}.get(side, sys.executable)
+    python = args.vllm_python if side == "vllm" else sys.executable
     own = ["--side", side, "--model", str(model), "--vllm-python", str(args.vllm_python)]
     own += ["--compile"] * args.compile + [
         "--num-prompts",
@@ -127,19 +122,12 @@ def ask(process: "subprocess.Popen[str]") -> Round:
 
 
 def run_side(args: argparse.Namespace) -> None:
-    if args.side == "trl":
-        serve(trl_side(args))
-        return
+    """Run one round per input line."""
     from fsdptrain.platform import process_group
 
     with process_group(600), engine_side(args) as make:
-        serve(make)
-
-
-def serve(make: Callable[[], Round]) -> None:
-    """Run one round per input line."""
-    for _ in sys.stdin:
-        print(json.dumps(make()), flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(make()), flush=True)
 
 
 def prompts(args: argparse.Namespace) -> list[list[int]]:
@@ -197,33 +185,9 @@ def engine_side(args: argparse.Namespace) -> Iterator[Callable[[], Round]]:
         engine.close()
 
 
-def trl_side(args: argparse.Namespace) -> Callable[[], Round]:
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_WAIT_POLICY="PASSIVE", VLLM_CPU_KVCACHE_SPACE="1")
-    from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl.generation.vllm_generation import VLLMGeneration  # pyright: ignore[reportMissingImports] - not ours
-
-    accelerator = Accelerator()
-    model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(args.model))
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    generation = VLLMGeneration(
-        model, accelerator, tokenizer, mode="colocate", max_num_seqs=256, max_completion_length=args.max_tokens,
-        max_model_length=80 + args.max_tokens, gpu_memory_utilization=0.1,
-    )  # fmt: skip
-    asked = [ids for ids in prompts(args) for _ in range(args.num_samples)]
-
-    def make() -> Round:
-        begin = time.perf_counter()
-        made = generation.generate(prompts=asked, images=None, num_generations=args.num_samples)
-        return {"tokens": sum(map(len, made[1])), "generate": time.perf_counter() - begin}
-
-    return make
-
-
 def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, Any]:
     """Summarize one side. Ratios compare the same round of this side and `hf`."""
     own = rounds[side]
-    hands_over = all("hand_over" in found for found in own)
 
     def whole(found: Round) -> float:
         return found["tokens"] / (found["hand_over"] + found["generate"])
@@ -239,11 +203,11 @@ def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, A
     return {
         "model": size,
         "engine": side,
-        "tokens_per_s": round(statistics.median(map(whole, own))) if hands_over else None,
-        "to_hf": to_hf(whole) if hands_over else None,
+        "tokens_per_s": round(statistics.median(map(whole, own))),
+        "to_hf": to_hf(whole),
         "generate_only_tokens_per_s": round(statistics.median(map(generation, own))),
         "generate_only_to_hf": to_hf(generation),
-        "hand_over_s": round(statistics.median(found["hand_over"] for found in own), 3) if hands_over else None,
+        "hand_over_s": round(statistics.median(found["hand_over"] for found in own), 3),
         "runs": own,
         "load_average": round(os.getloadavg()[0], 1),
     }

@@ -1,7 +1,6 @@
-"""Time of a traced step, by part and by operation, and a chart."""
+"""Time of a traced step, by part and by operation."""
 
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -94,30 +93,3 @@ def _part_around(event: Any) -> str | None:
         if (part := _part(event.name)) is not None:
             return part
     return None
-
-
-def draw(path: Path, shares: dict[str, dict[str, float]], title: str) -> None:
-    """Draw a bar for each case, divided into its parts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.6 * len(shares)), layout="constrained")
-    left = dict.fromkeys(shares, 0.0)
-    for part in next(iter(shares.values())):
-        widths = [100 * shares[case][part] for case in shares]
-        bars = axes.barh(list(shares), widths, left=list(left.values()), label=part)
-        axes.bar_label(bars, [f"{w:.0f}" if w >= 4 else "" for w in widths], label_type="center", fontsize=8)
-        left = {case: left[case] + width for case, width in zip(shares, widths, strict=True)}
-    axes.set(xlabel="% of the step", xlim=(0, 100), title=title)
-    axes.invert_yaxis()
-    axes.legend(
-        ncols=len(next(iter(shares.values()))),
-        fontsize=7,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.35),
-        frameon=False,
-    )
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -13,7 +13,6 @@ its adapter. Loss and gradient norm of all sides must agree.
     ours      fsdptrain's backend and plan as in a run; on a GPU with --prefix-sharing on, which is not the default
     there
     packed    the same with --prefix-sharing off
-    unskipped  the same with --no-skip-zero-advantage
     stock     TRL's GRPOTrainer on a CPU, which scores every position, prompts and padding included
     compact   the same, scoring completions only, as TRL does on a GPU with Triton
     async     TRL's AsyncGRPOTrainer: packs of --max-tokens that share prefixes, chunked head, entropy always; without a
@@ -33,7 +32,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,6 @@ from typing import Any
 import torch
 from record import TOLERANCES, header, measured, require_agreement, spread, table, write
 from step_sides import SIDES, Case, make_samples, our_side, trl_async_side, trl_side
-from traced import draw, longest, parts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.testing import tiny_tokenizer
@@ -52,9 +49,9 @@ PHASES = ("prepare", "logprobs", "forward", "backward and optimizer")
 def work(side: str, case: Case, pipe: Connection) -> None:
     """Run a process of one side: one step per message, until the end message."""
     samples = make_samples(case)
-    if side in ("ours", "packed", "unskipped"):
+    if side in ("ours", "packed"):
         sharing = "off" if side == "packed" else "on" if torch.cuda.is_available() else "auto"
-        made = our_side(case, samples, sharing=sharing, skips=side != "unskipped")
+        made = our_side(case, samples, sharing=sharing)
     elif side == "async":
         made = trl_async_side(case, samples)
     else:
@@ -66,12 +63,7 @@ def work(side: str, case: Case, pipe: Connection) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
             raise
         pipe.send("ready")
-        while (wanted := pipe.recv()) != "end":
-            if wanted == "trace":
-                with torch.profiler.profile() as tracer:
-                    step()
-                pipe.send({"parts": parts(tracer), "operations": longest(tracer)})
-                continue
+        while pipe.recv() != "end":
             pipe.send(measured(step))
 
 
@@ -92,7 +84,6 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
         sys.exit(f"no side began: {left_out}")
     tokens = sum(len(sample.token_ids) for sample in make_samples(case))
     runs: list[dict[str, dict[str, float]]] = []
-    known: dict[str, Any] = {}
     for number in range(case.options.rounds + 1):
         found = {}
         for side in pipes if number % 2 else reversed(pipes):
@@ -102,11 +93,7 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
         print(f"  {case.name}: " + ", ".join(f"{s} {r['wall_s']:.2f} s" for s, r in found.items()), file=sys.stderr)
         if number:  # the first round is a warm-up
             runs.append(found)
-            known = {"case": case.name, "tokens": tokens, "left_out": left_out, **summary(runs, tokens), "runs": runs}
-            yield known
-    if case.options.profile and "ours" in pipes:
-        pipes["ours"].send("trace")
-        yield {**known, "profile": pipes["ours"].recv()}
+            yield {"case": case.name, "tokens": tokens, "left_out": left_out, **summary(runs, tokens), "runs": runs}
     for pipe in pipes.values():
         pipe.send("end")
     for worker in workers:
@@ -146,7 +133,6 @@ def parsed() -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--groups", type=int, default=4)
     add("--group-size", type=int, default=8)
-    add("--pass-rates", nargs="+", type=float, default=[None], help="of every prompt; each is a case of its own")
     add("--prompt", nargs=2, type=int, default=[30, 500], help="shortest and longest prompt [tokens]")
     add("--completion", type=int, default=120, help="mean completion length [tokens]")
     add("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of completion lengths")
@@ -158,7 +144,6 @@ def parsed() -> argparse.Namespace:
     add("--lora", type=int, default=0, metavar="RANK", help="adapter rank; 0: train all weights")
     add("--bf16", action="store_true")
     add("--rounds", type=int, default=5)
-    add("--profile", action="store_true", help="trace one more step of fsdptrain and draw its parts next to --json")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.quick:
@@ -225,17 +210,14 @@ def main() -> None:
     for vocab in options.vocab:
         with tempfile.TemporaryDirectory() as folder:
             save_models(Path(folder), options, vocab)
-            for lengths, pass_rate in product(options.lengths, options.pass_rates):
+            for lengths in options.lengths:
                 row: dict[str, Any] = {}
-                for row in measure(Case(folder, vocab, lengths, options, pass_rate)):
+                for row in measure(Case(folder, vocab, lengths, options)):
                     write(options.json, report(begin, [*results, row]))  # survives a failure
                 results.append(row)
                 print(json.dumps({key: value for key, value in row.items() if key != "runs"}))
                 print(by_phase(row))
     found = report(begin, results)
-    shares = {row["case"]: row["profile"]["parts"] for row in results if "profile" in row}
-    if shares and options.json:
-        draw(options.json.with_suffix(".png"), shares, "a training step of ours")
     print(json.dumps({key: found[key] for key in ("speedup_median", "speedup_compact_median", "peak_memory_ratio")}))
 
     if any(row["left_out"] for row in results):

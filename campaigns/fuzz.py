@@ -1,216 +1,152 @@
-"""Random options and random bytes, by Hypothesis: each is accepted, or refused in one line.
+"""Random bytes in the files that the package reads, by Hypothesis: each is accepted, or refused in one line.
 
-Laws. Options: any recipe or command line is refused with an FsdptrainError of one line before a model is loaded, or the
-configuration is valid; a valid one trains a tiny model for one step, or ends with exit code 2 and one line. Bytes: a
-reader of the package returns, or raises FsdptrainError (of a server: ServerError) with one line. It opens no file
-outside of its folder, takes at most 5 s of processor time, and allocates at most 4 GiB.
+Law: a reader returns, or raises FsdptrainError with one line of at most 5,000 characters, in at most 5 s of processor
+time. Options and losses have property tests in tests/properties.
 
-    python -m campaigns.fuzz [--examples 2000] [--seed 0] [--only TARGET ...]
-
-Each target runs in a process of its own, so that a crash or a hang is a row too. A failure is shrunk to a small
-example, recorded with the place that raised, and then ignored, to find the next one.
+    python -m campaigns.fuzz [TARGET ...] [--examples 2000] [--seed 0]
 """
 
 import argparse
+import copy
 import json
-import os
-import re
-import resource
-import shutil
 import sys
 import tempfile
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from campaigns.fuzzing.failures import place_of
-from campaigns.fuzzing.options import in_one, small_runs
-from campaigns.fuzzing.targets import TARGETS
 from campaigns.report import Report
-from tests.e2e import command
-from tests.testing import preloaded_context, save_tiny_checkpoint
+from fsdptrain.config import Config, DataConfig
+from fsdptrain.config.flags import resolve
+from fsdptrain.config.recipe import read_recipe
+from fsdptrain.data.sources import load_rows
+from fsdptrain.errors import FsdptrainError
+from fsdptrain.launch.failures import failure_of
+from fsdptrain.loggers.jsonl import JsonlLogger
+from fsdptrain.loggers.run_info import RunInfo
+from fsdptrain.model.loading.files import weight_files
+from fsdptrain.model.loading.meta import model_config
+from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.trainer.run_dir import open_folder
+from tests.testing import save_tiny_checkpoint
 
-TARGET_S = 900.0  # for all examples of a target
-RUN_S = 90.0
-MOST_MEMORY = 4 << 30
-ROUNDS = 12  # distinct failures per target
-RUNS = 150 / 2000  # per example
-REFUSED = "refused: "
+MOST_S = 5.0
+LONGEST = 5000  # characters of a message
+SCALARS = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=6)
+SCALARS |= st.sampled_from([2**63, 10**30, 1e300, "", "../x", "/etc/passwd", "a\0b", "x" * 300, "\ud800"])
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner))
+RECIPE = "model:\n  hf_checkpoint: x\noptim: {lr: 1.0e-6, adam_beta1: 0.9}\nreward: [math, exact=0.5]\nfp16: false\n"
+ROWS = [{"prompt": "1 + 1?", "label": "2"}, {"prompt": [{"role": "user", "content": "1 + 1?"}], "label": "2"}]
+METRICS = [{"step": step, "time": 1.0, "reward/mean": 0.5} for step in (1, 2)]
 
 
-@dataclass(frozen=True)
-class Failure:
-    error: str  # class and message, one line
-    place: str  # file:line of the package
-    example: str
+@st.composite
+def damaged(draw: st.DrawFn, good: Any) -> bytes:
+    """Draw the bytes of a text, of a JSON document, or of JSON lines, with other values and other bytes in it."""
+    if not isinstance(good, str):
+        good = copy.deepcopy(good)
+        holder = good
+        while isinstance(holder, dict | list) and holder:
+            key = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
+            if draw(st.booleans()):
+                holder[key] = draw(JSON)
+            holder = holder[key]
+        good = "".join(json.dumps(row) + "\n" for row in good) if isinstance(good, list) else json.dumps(good)
+    content = good.encode()
+    at = draw(st.integers(0, len(content)))
+    inserted = draw(st.just(b"") | st.binary(max_size=8) | st.just(b"[" * 9000))
+    return content[:at] + inserted + content[draw(st.sampled_from([at, at, at + 1, len(content)])) :]
 
 
-def attack(name: str, examples: int, number: int, folder: Path) -> None:
-    """Run one target in this process. Writes {"examples": n, "failures": [...]} to folder/found.json."""
-    target = TARGETS[name](folder)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_MEMORY, resource.RLIM_INFINITY))
-    known: set[tuple[str, str]] = set()
-    failures: list[Failure] = []
-    count = 0
+def targets(folder: Path) -> dict[str, tuple[Path, Any, Callable[[Path], Any]]]:
+    """Return for each target a file, its good content, and what reads it."""
+    model = save_tiny_checkpoint(folder / "model")
+    config = model_config(model, trust_remote_code=False)
+    index, run = model / "model.safetensors.index.json", folder / "run"
+    run.mkdir()
 
-    def check(value: Any) -> None:
-        nonlocal count
-        count += 1
+    def log_again(path: Path) -> None:
+        logger = JsonlLogger(RunInfo(path.parent, "p", "r", 9, resumed_step=1))
+        logger.log({"a": 1.0}, 2)
+        logger.close()
+
+    def read_rows(path: Path) -> list[Any]:
+        table = load_rows(DataConfig(prompt_data=str(path), label_key="", metadata_key=None), seed=0)
+        return [table[i] for i in range(len(table))]
+
+    return {
+        "recipe": (folder / "recipe.yaml", RECIPE, lambda path: Config(**read_recipe(path))),
+        "flags": (
+            folder / "words",
+            "--lr 1e-6 --reward math --no-bf16",
+            lambda path: resolve(["--hf-checkpoint", "x", *path.read_text(errors="replace").split(" ")]),
+        ),
+        "rows": (folder / "rows.jsonl", ROWS, read_rows),
+        "config": (
+            model / "config.json",
+            json.loads((model / "config.json").read_text()),
+            lambda path: model_config(path.parent, trust_remote_code=False),
+        ),
+        "generation": (
+            model / "generation_config.json",
+            {"eos_token_id": [1, 2], "top_k": 20},
+            lambda path: stop_tokens(path.parent, config, trust_remote_code=False),
+        ),
+        "index": (index, json.loads(index.read_text()), lambda path: weight_files(path.parent)),
+        "run": (
+            run / "config.yaml",
+            RECIPE,
+            lambda path: open_folder(Config(hf_checkpoint="x", output_dir=str(path.parent))),
+        ),
+        "metrics": (run / "metrics.jsonl", METRICS, log_again),
+    }
+
+
+def attack(path: Path, good: Any, read: Callable[[Path], Any], examples: int, number: int) -> str | None:
+    """Read `examples` damaged versions of a file. Returns the smallest that breaks the law, and how."""
+    last: list[bytes] = []
+
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        last[:], start, shown = [content], time.process_time(), ""
         try:
-            target.check(value)
-        except Exception as error:
-            if place_of(error) not in known:
-                last[:] = [value, error]
-                raise
+            read(path)
+        except FsdptrainError as error:
+            shown = failure_of(error, rank=0).text
+        assert len(shown.splitlines()) <= 1, shown
+        assert len(shown) <= LONGEST, shown
+        assert time.process_time() - start < MOST_S, "slow"
 
-    last: list[Any] = []
-    for _ in range(ROUNDS):
-        try:
-            _run(check, target.values, max(10, int(examples * target.share)), number)
-        except BaseException as error:
-            if not last:
-                raise
-            value, cause = last
-            kind, place = place_of(cause)
-            known.add((kind, place))
-            message = " ".join(str(cause).split())[:160] if isinstance(error, Exception) else repr(error)
-            failures.append(Failure(f"{kind}: {message}", place, repr(value)[:300]))
-            last.clear()
-        else:
-            break
-    found = {"examples": count, "failures": [vars(failure) for failure in failures]}
-    (folder / "found.json").write_text(json.dumps(found).replace(str(folder), "<tmp>"))
-
-
-def _run(check: Callable[[Any], None], values: st.SearchStrategy[Any], examples: int, number: int) -> None:
     options = settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
+        max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
     )
-    seed(number)(options(given(values)(check)))()
-
-
-def isolated(name: str, examples: int, number: int, folder: Path) -> tuple[int, list[dict[str, str]]]:
-    """Run `attack` in a new process. A process that dies or hangs is a failure."""
-    folder.mkdir()
-    process = preloaded_context().Process(target=_quiet, args=(name, examples, number, folder))
-    process.start()
-    process.join(TARGET_S)
-    code = process.exitcode
-    process.kill()
-    process.join()
-    if code == 0:
-        found = json.loads((folder / "found.json").read_text())
-        return found["examples"], found["failures"]
-    reason = f"did not end in {TARGET_S:.0f} s" if code is None else f"the process ended with {code}"
-    log = (folder / "log").read_text(errors="replace").strip().splitlines()
-    example = (folder / "last").read_text() if (folder / "last").exists() else ""
-    return 0, [{"error": reason, "place": (log or [""])[-1][:160].replace(str(folder), "<tmp>"), "example": example}]
-
-
-def _quiet(name: str, examples: int, number: int, folder: Path) -> None:
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    before = path.read_bytes() if path.exists() else None
     try:
-        attack(name, examples, number, folder)
-    except BaseException:
-        traceback.print_exc()
-        raise
-
-
-def train_once(options: list[str], folder: Path, checkpoint: Path) -> str:
-    """Run one step with these options. Returns what broke the law, or "", or `refused: ` and the line."""
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *command.TINY_RUN]
-    process = command.start([*argv, "--num-rollout", "1", *options], folder)
-    process.join(RUN_S)
-    code = process.exitcode
-    process.kill()
-    process.join()
-    err = (folder / "err").read_text(errors="replace")
-    shutil.rmtree(folder)
-    errors = [line for line in err.splitlines() if line.startswith("fsdptrain: ")]
-    if code is None:
-        return f"did not end in {RUN_S:.0f} s"
-    if "Traceback" in err or code not in (0, 2):
-        return f"exit code {code}: {(err.strip().splitlines() or [''])[-1][:160]}"
-    if code == 2 and not (len(errors) == 1 and err.strip().splitlines()[-1] == errors[0]):
-        return f"{len(errors)} lines of errors"
-    return f"{REFUSED}{re.sub(r'[0-9][0-9.e+-]*', '#', errors[0])[:160]}" if code else ""
-
-
-def shrink(options: list[list[str]], fails: Callable[[list[list[str]]], bool]) -> list[list[str]]:
-    """Leave options out while the run still fails."""
-    for option in list(options):
-        fewer = [other for other in options if other is not option]
-        if fails(fewer):
-            options = fewer
-    return options
-
-
-def train_many(report: Report, count: int, number: int, root: Path) -> None:
-    """Train one step with `count` valid configurations, and report the failures."""
-    checkpoint = save_tiny_checkpoint(root / "model")
-    drawn: list[list[list[str]]] = []
-
-    def again(options: list[list[str]]) -> str:
-        return train_once(in_one(options), root / "again", checkpoint)
-
-    _run(lambda options: drawn.append(options), small_runs(str(checkpoint)), 3 * count, number)
-    chosen = [list(options) for options in dict.fromkeys(tuple(map(tuple, options)) for options in drawn) if options]
-    refused, seen = Counter[str](), dict[str, str]()
-    for i, options in enumerate(chosen[:count]):
-        words = [list(option) for option in options]
-        outcome = train_once(in_one(words), root / f"run{i}", checkpoint)
-        if outcome.startswith(REFUSED):
-            refused[outcome.removeprefix(REFUSED).replace(str(root), "<tmp>")] += 1
-        elif outcome and outcome not in seen:
-            seen[outcome] = " ".join(in_one(shrink(words, lambda few: again(few) == outcome)))  # noqa: B023
-    for outcome, example in seen.items():
-        report.add("one step", outcome.replace(str(root), "<tmp>"), target="failure", example=example)
-    report.add(
-        "one step",
-        None,
-        target="all",
-        examples=min(count, len(chosen)),
-        refused=sum(refused.values()),
-        refusals=dict(refused),
-    )
+        seed(number)(options(given(damaged(good))(check)))()
+    except Exception as error:  # noqa: BLE001  # whatever breaks the law is a row
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}, with {last[0]!r:.100}"
+    finally:
+        path.unlink() if before is None else path.write_bytes(before)
+    return None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--examples", type=int, default=2000, help="per target; slow targets try fewer")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("targets", nargs="*", help="default: all")
+    parser.add_argument("--examples", type=int, default=2000, help="per target")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=[*TARGETS, "train"])
+    parser.add_argument("--json", type=Path, help="path of the report")
     args = parser.parse_args()
-    name = "fuzz" if set(args.only) == {*TARGETS, "train"} else f"chosen_{os.getpid()}"
-    report = Report(name, (__doc__ or "").split("\n\n")[1])
+    report = Report(" ".join((__doc__ or "").split("\n\n")[1].split()), args.json)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        root = Path(folder)
-        os.environ.update(HF_HOME=str(root / "hub"), HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
-        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-        for target in (target for target in TARGETS if target in args.only):
-            start = time.monotonic()
-            count, failures = isolated(target, args.examples, args.seed, root / target)
-            for failure in failures:
-                report.add(target, f"{failure['error']} ({failure['place']})", example=failure["example"])
-            report.add(target, None, examples=count, seconds=round(time.monotonic() - start))
-        if "train" in args.only:
-            train_many(report, max(1, int(args.examples * RUNS)), args.seed, root)
+        for name, target in targets(Path(folder)).items():
+            if not args.targets or name in args.targets:
+                examples = args.examples // 20 if name == "rows" else args.examples  # `datasets` takes a tenth of a s
+                report.add(name, attack(*target, examples, args.seed), examples=examples)
     return report.finish()
 
 

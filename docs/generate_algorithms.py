@@ -4,9 +4,7 @@ A test checks that the page is up to date.
 """
 
 import inspect
-import json
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from fsdptrain.features.moe.bias import RouterBiasUpdater
 from fsdptrain.model import logprobs, truncation
 
 PAGE = Path(__file__).parent / "algorithms.md"
-LEARNING = Path(__file__).parents[1] / "benchmarks" / "results" / "algorithms.json"
 
 WHEN = {  # when to use an algorithm
     "grpo": "The default: verifiable rewards, a few optimizer steps per rollout.",
@@ -172,20 +169,6 @@ gradient and multiplies the policy's loss before aggregation; a token of weight 
 |---|---|---|---|
 """
 
-LEARNING_HEAD = """
-## Every algorithm learns
-
-Held-out accuracy on the quickstart's task, spelling words backward, before and after {rollouts} rollouts of two
-optimizer steps: means over {seeds} seeds, and the smallest and largest gain of a seed. Every algorithm ran with its
-preset from the same warm start, with one learning rate that was not tuned for any of them: the table shows that all
-learn, not which is best. (`rloo` is `reinforce` with advantages scaled by 8/7, to which Adam is invariant.)
-Measured by `{command}` with torch {torch} and transformers {transformers} on a CPU; raw numbers and a picture are in
-`benchmarks/results/algorithms.json` and next to it.
-
-| `--algorithm` | sampled: before | after | gain | greedy: before | after |
-|---|---|---|---|---|---|
-"""
-
 ELSEWHERE = """
 ## Differences from TRL
 
@@ -255,7 +238,6 @@ def algorithms_page() -> str:
         f"\n## Balancing without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(RouterBiasUpdater)}\n\n"
     )
     parts.append(f"The direction of the update is {_paragraphs(balance.bias_change)[-1]}\n")
-    parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
 
 
@@ -274,25 +256,6 @@ def _truncation_part() -> str:
 
 def _paragraphs(documented: Any) -> list[str]:
     return [_flow(part) for part in (inspect.getdoc(documented) or "").split("\n\n")]
-
-
-def _learning_part(result: Mapping[str, Any]) -> str:
-    """Build the table of the results of benchmarks/algorithms.py."""
-    runs: dict[str, list[Mapping[str, Any]]] = {}
-    for run in result["runs"]:
-        runs.setdefault(run["algorithm"], []).append(run)
-    versions = result.get("versions", {})  # beside the rest in a file from before the common header
-    head = LEARNING_HEAD.format(**{**result, **versions}, seeds=len({run["seed"] for run in result["runs"]}))
-    return head + "".join(_learning_row(name, runs[name]) for name in PRESETS if name in runs)
-
-
-def _learning_row(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    def mean(key: str) -> str:
-        return f"{statistics.mean(run[key] for run in runs):.3f}"
-
-    gains = [run["after"] - run["before"] for run in runs]
-    cells = [mean("before"), mean("after"), f"{min(gains):+.3f} to {max(gains):+.3f}"]
-    return f"| `{name}` | {' | '.join([*cells, mean('greedy_before'), mean('greedy_after')])} |\n"
 
 
 def _preset_row(name: str, preset: Preset) -> str:

@@ -27,7 +27,6 @@ WIDE = {  # tables need the space of the contents
     "memory.md",
     "models.md",
     "recipes.md",
-    "scaling.md",
     "what_works.md",
 }
 

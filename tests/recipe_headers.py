@@ -15,7 +15,6 @@ from fsdptrain.vllm.config import VllmConfig
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 HARDWARE = re.compile(r"CPU|(?:(\d+) nodes x )?(\d+) x (\d+) GB")
-AGENTS = ("verifiers", "openenv")  # environments that are agents; and functions named run_episode
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def extras_of(command: str) -> set[str]:
 def needed_extras(config: Config, *, on_gpu: bool) -> set[str]:
     """Return the extras without which a run of `config` ends with an error, and vLLM where it generates on GPUs."""
     environment = config.environment.environment or ""
-    is_agent = environment in AGENTS or environment.endswith(":run_episode") or config.environment.environment_command
+    is_agent = environment.endswith(":run_episode") or config.environment.environment_command
     quantized = config.section(QuantizedBaseConfig).enabled
     needs = {
         "agents": bool(is_agent),

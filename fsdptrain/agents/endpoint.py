@@ -251,9 +251,8 @@ class Endpoint:
 
 
 def _key(request: Request) -> str:
-    """Return the key of a request: x-episode-key is for clients that have one API key for all episodes."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return request.headers.get("x-episode-key", key if scheme.lower() == "bearer" else "")
+    return key if scheme.lower() == "bearer" else ""
 
 
 async def _disconnect(request: Request) -> None:

@@ -42,7 +42,6 @@ class AsyncFunction:
     """
 
     function: Callable[[Any, Prompt], Awaitable[Any]]
-    at_end: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -57,8 +56,7 @@ class AsyncFunction:
         return asyncio.run(self._run(prompt, url, key, timeout))
 
     def close(self) -> None:
-        if self.at_end is not None:
-            self.at_end()
+        """Nothing: an episode ends with its thread."""
 
     async def _run(self, prompt: Prompt, url: str, key: str, timeout: float) -> Any:
         import openai

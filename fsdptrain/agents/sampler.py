@@ -395,7 +395,7 @@ def build_agent_sampler(
     )
     return AgentSampler(
         engine=engine,
-        harness=Command(agent.command) if agent.function is None else AsyncFunction(agent.function, agent.close),
+        harness=Command(agent.command) if agent.function is None else AsyncFunction(agent.function),
         episodes=episodes,
         endpoint=Endpoint(episodes),
         reward=reward,

@@ -173,8 +173,7 @@ class EnvironmentConfig(Section):
 
     environment: Annotated[str | None, GENERATES] = None
     """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name, see
-    docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md. Or
-    `verifiers` or `openenv`, see docs/verifiers_openenv.md."""
+    docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md."""
     environment_command: Annotated[str | None, GENERATES, Excludes("environment")] = None
     """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
     episode_timeout: Annotated[float | None, NEUTRAL] = Field(default=None, gt=0.0)

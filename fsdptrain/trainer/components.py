@@ -24,7 +24,7 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.feature import Features, check_features, load_features
 from fsdptrain.loggers import build_loggers
-from fsdptrain.memory.report import naming_flags, planned_memory, report_memory
+from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.probes.kernels import require_no_fallback
 from fsdptrain.protocols import (
@@ -135,8 +135,9 @@ def build_components(
     with ExitStack() as stack:
         rewards = open_rewards(config, inputs.reward, data, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
-        backend = open_backend(config, features)
-        stack.enter_context(naming_flags(backend.model, config))
+        memory = MemoryReport(config)
+        stack.enter_context(memory.naming_flags())
+        backend = open_backend(config, features, memory)
         engine = open_engine(config, backend, inputs.make_engine, checkpoint) if generates else None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
@@ -167,7 +168,7 @@ def build_components(
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, platform.local_device(), backend.compute_dtype, copies=config.pack_copies),
-            planned_memory=planned_memory(backend.model, config),
+            planned_memory=memory.planned,
             loggers=loggers,
         )
 
@@ -249,9 +250,9 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
     return loggers
 
 
-def open_backend(config: Config, features: Features) -> PolicyBackend:
+def open_backend(config: Config, features: Features, memory: MemoryReport) -> PolicyBackend:
     """Load the policy and log how it is computed. Collective."""
-    backend = build_backend(config, features=features, before_load=lambda model: report_memory(model, config))
+    backend = build_backend(config, features=features, before_load=memory.before_load)
     for line in backend.lines:
         log.info("%s", line)
     report_fallbacks(backend, strict=config.model.strict)

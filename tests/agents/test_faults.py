@@ -67,12 +67,6 @@ def test_only_the_key_of_an_open_episode_is_served(raw: httpx.Client, episodes: 
     assert not episodes.rewards
 
 
-def test_the_key_of_an_episode_may_be_in_a_header_of_its_own(raw: httpx.Client) -> None:
-    for headers in ({"Authorization": "Bearer EMPTY"}, {"Authorization": ""}):
-        assert raw.post("/chat/completions", json=CHAT, headers={**headers, "X-Episode-Key": KEY}).is_success
-    error_of(raw.post("/chat/completions", json=CHAT, headers={"X-Episode-Key": "other"}), 401)
-
-
 def test_unknown_paths_and_methods_are_refused(raw: httpx.Client) -> None:
     assert "/v1/embeddings" in error_of(raw.post("/embeddings", json={}), 404)["message"]
     error_of(raw.post("/chat/completions/", json=CHAT), 404)

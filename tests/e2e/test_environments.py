@@ -112,7 +112,7 @@ def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_pat
     [
         (
             ["--environment", "calculator"],
-            "--environment does not know 'calculator'; it takes openenv, verifiers or package.module:name",
+            "--environment does not know 'calculator'; it takes package.module:name",
         ),
         (["--environment", CALCULATOR, "--environment-kwargs", "a=1"], "cannot be made with --environment-kwargs"),
         (

@@ -34,11 +34,9 @@ from tests.testing import save_tiny_checkpoint, tiny_tokenizer
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {  # recipes that other tests train, and where
     "mixture_qwen3_4b": "e2e/test_sources.py",
-    "openenv_guess_number_qwen3_4b": "environments/test_episodes.py",
     "spell_backward_demo": "e2e/test_demo.py",
     "spell_backward_sft_demo": "e2e/test_demo.py",
     "sft_qwen2.5_7b": "e2e/test_sft.py",
-    "verifiers_hangman_qwen3_4b": "environments/test_runs.py",
 }
 TRAINED = [path for path in RECIPES if path.stem not in ELSEWHERE]
 

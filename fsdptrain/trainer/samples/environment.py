@@ -13,12 +13,6 @@ from fsdptrain.protocols import Environment
 from fsdptrain.types import Prompt, Turn
 
 FLAG = "--environment"
-ENVIRONMENTS = registry.Table[Callable[..., Any]](
-    {
-        "openenv": "fsdptrain.environments.openenv:OpenEnv",
-        "verifiers": "fsdptrain.environments.verifiers:Verifiers",
-    }
-)
 
 OPTIONAL: Mapping[str, Any] = {"finish": None, "dataset": None, "system_prompt": None, "tools": ()}
 """Optional attributes of an environment and their defaults. `reset` and `step` are required."""
@@ -32,7 +26,6 @@ class Agent:
 
     function: Callable[[Any, Prompt], Awaitable[Reward]] | None
     command: str = ""
-    close: Callable[[], None] | None = None  # called at the end of the run
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
     """Build the environment named in `config` with its --environment-kwargs. None if no environment is named.
 
     A class is instantiated once. A function `(prompt, responses) -> Turn` becomes an environment without state; an
-    async function `(client, prompt)` is an agent, and so is an object with an async `__call__`.
+    async function `(client, prompt)` is an agent.
 
     Raises ConfigError for any other object, and for arguments that it does not accept.
     """
@@ -65,15 +58,15 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
     if config.environment is None:
         return None
     made = _make(config.environment, config.environment_kwargs)
-    for method in () if isinstance(made, Agent) else ("reset", "step"):
+    if isinstance(made, Agent):
+        return LoadedEnvironment(made, finish=None, dataset=None, system_prompt=None, tools=())
+    for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(
                 f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or a function "
                 "(prompt, responses) -> Turn"
             )
-    holder = made.function if isinstance(made, Agent) else made
-    holder = holder.func if isinstance(holder, partial) else holder
-    found = {name: getattr(holder, name, without) for name, without in OPTIONAL.items()}
+    found = {name: getattr(made, name, without) for name, without in OPTIONAL.items()}
     for method in ("finish", "dataset"):
         if found[method] is not None and not callable(found[method]):
             raise ConfigError(f"{FLAG} {config.environment}: {method} must be a method, got {found[method]!r:.80}")
@@ -102,15 +95,12 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
         inspect.signature(found).bind(**kwargs)  # also raises TypeError if `found` is not callable
     except TypeError as error:
         raise ConfigError(f"{FLAG} {name} cannot be made with --environment-kwargs {dict(kwargs)}: {error}") from error
-    made = found(**kwargs)
-    if inspect.iscoroutinefunction(getattr(type(made), "__call__", None)):  # noqa: B004  # async or not, it is callable
-        return Agent(made, close=getattr(made, "close", None))
-    return made
+    return found(**kwargs)
 
 
 def find_environment(name: str) -> Any:
     """Return the class or function that --environment names, without making an environment. Raises ConfigError."""
-    return registry.resolve(name, ENVIRONMENTS, flag=FLAG, plugins="environments")
+    return registry.resolve(name, {}, flag=FLAG, plugins="environments")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, estimate, flags_that_help, size_of
-from fsdptrain.memory.report import naming_flags, report_memory
+from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.structure import count_parameters
 from tests import configs, zoo
 
@@ -128,13 +128,14 @@ def test_a_run_that_does_not_fit_says_so_in_one_line_and_goes_on_except_with_str
     monkeypatch.setattr(platform, "host_memory", lambda: (GIB, GIB))
     given = config(**SFT)
     with platform.process_group(60), caplog.at_level(logging.INFO):
-        report_memory(MODEL, given)
+        memory = MemoryReport(given)
+        memory.before_load(MODEL)
         info, warning = caplog.messages
         with pytest.raises(MemoryPlanError, match="--strict: this run may not fit"):
-            report_memory(MODEL, given.with_values(strict=True))
+            MemoryReport(given.with_values(strict=True)).before_load(MODEL)
         with (
             pytest.raises(MemoryPlanError, match=r"out of memory: CUDA.*--gradient-checkpointing"),
-            naming_flags(MODEL, given),
+            memory.naming_flags(),
         ):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
     assert info.startswith("planned memory of 8.03 B parameters: ")
@@ -146,6 +147,6 @@ def test_a_run_that_does_not_fit_says_so_in_one_line_and_goes_on_except_with_str
 def test_a_run_that_fits_logs_one_line(caplog: pytest.LogCaptureFixture):
     model = zoo.build("llama")
     with platform.process_group(60), caplog.at_level(logging.INFO):
-        report_memory(model, config(**SFT, max_tokens_per_gpu=64))
+        MemoryReport(config(**SFT, max_tokens_per_gpu=64)).before_load(model)
     assert len(caplog.messages) == 1
     assert size_of(estimate(model, config(**SFT), Machine(1)).training) > 0

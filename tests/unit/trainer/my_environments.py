@@ -33,19 +33,3 @@ class WithoutStep:
 
 
 thing = 3
-
-
-class Asking:
-    """An agent that holds something open."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.closed = rows, False
-
-    async def __call__(self, client, prompt: Prompt) -> float:
-        return float(self.rows)
-
-    def dataset(self) -> list[dict[str, str]]:
-        return [{"prompt": str(row)} for row in range(self.rows)]
-
-    def close(self) -> None:
-        self.closed = True

@@ -3,10 +3,9 @@
 import pytest
 
 from examples.calculator.calculator import Calculator
-from fsdptrain.agents.harness import AsyncFunction
 from fsdptrain.config import EnvironmentConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.trainer.samples.environment import Agent, build_environment
+from fsdptrain.trainer.samples.environment import build_environment
 from fsdptrain.types import Prompt
 
 HERE = "tests.unit.trainer.my_environments"
@@ -35,26 +34,13 @@ def test_environments_are_classes_or_functions():
     assert not echo.step(other, "c").done  # episodes share nothing
 
 
-def test_an_object_with_an_async_call_is_an_agent_with_rows_and_an_end():
-    loaded = build(f"{HERE}:Asking", rows=2)
-    assert isinstance(loaded.environment, Agent)
-    assert loaded.dataset is not None
-    assert len(loaded.dataset()) == 2
-    asking = loaded.environment.function
-    harness = AsyncFunction(asking, loaded.environment.close)
-    assert harness(Prompt("p", [1], ""), url="http://127.0.0.1:9/v1", key="k", timeout=10.0) == 2.0
-    assert not asking.closed
-    harness.close()
-    assert asking.closed
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
         (
             "calculator",
             {},
-            "--environment does not know 'calculator'; it takes openenv, verifiers or package.module:name",
+            "--environment does not know 'calculator'; it takes package.module:name",
         ),
         ("nowhere:Thing", {}, "--environment nowhere:Thing: No module named 'nowhere'"),
         (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or a function"),

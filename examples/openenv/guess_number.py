@@ -1,7 +1,4 @@
-"""The game of examples/guess_number/game.py as a server of OpenEnv 0.10.
-
-.venv-openenv/bin/python -m uvicorn examples.openenv_guess_number:app --port 8000
-"""
+"""The game of examples/guess_number/game.py as a server of OpenEnv 0.10. play.py shows how to start it."""
 # pyright: reportMissingImports=false
 
 from random import Random
@@ -9,13 +6,12 @@ from typing import Any
 
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 from openenv.core.env_server.types import EnvironmentMetadata
-from pydantic import Field
 
 HIGHEST = 100
 
 
 class Guess(Action):
-    guess: str = Field(description=f"a number from 1 to {HIGHEST}")
+    guess: int
 
 
 class Hint(Observation):
@@ -27,30 +23,21 @@ class GuessNumber(Environment[Guess, Hint, State]):
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._number, self._steps = 0, 0
-
     def get_metadata(self) -> EnvironmentMetadata:
         return EnvironmentMetadata(name="guess_number", description=f"I think of a number from 1 to {HIGHEST}.")
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Hint:
-        self._number, self._steps = Random(seed).randint(1, HIGHEST), 0
+        self._number = Random(seed).randint(1, HIGHEST)
         return Hint(hint="Guess it.")
 
     def step(self, action: Guess, timeout_s: float | None = None, **kwargs: Any) -> Hint:
-        self._steps += 1
-        try:
-            guess = int(action.guess)
-        except ValueError:
-            return Hint(hint="That is no number.", reward=0.0, done=True)
-        if guess == self._number:
+        if action.guess == self._number:
             return Hint(hint="Right.", reward=1.0, done=True)
-        return Hint(hint="higher" if guess < self._number else "lower", reward=0.0)
+        return Hint(hint="higher" if action.guess < self._number else "lower", reward=0.0)
 
     @property
     def state(self) -> State:
-        return State(step_count=self._steps)
+        return State()
 
 
 app = create_fastapi_app(GuessNumber, Guess, Hint, max_concurrent_envs=64)

@@ -1,1 +1,0 @@
-"""What campaigns/fuzz.py draws, and the laws that it checks."""

@@ -1,1 +1,0 @@
-"""The cases of campaigns/bad_inputs.py, by group."""
