@@ -12,7 +12,6 @@ _NUMPY = "the interpreter of triton 3.6 does not work with numpy 2.4"
 
 NEEDS_MORE = {  # beginnings of test names
     "tests/features/model_parallel/": _PLANS,
-    "tests/distributed/test_bias_balance.py::test_biases_are_bit_by_bit": _PLANS,
     "tests/distributed/test_memory_plan.py::test_the_plan_is_within_a_tenth_of_what_a_step_takes[experts": _PLANS,
     "tests/distributed/test_moe.py::test_the_gradient_with_router_loss_and_replay_does_not_depend_on": _PLANS,
     "tests/distributed/test_moe.py::test_a_rank_that_gets_all_tokens_shows_in_the_metrics": _PLANS,

@@ -22,7 +22,6 @@ from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.fused_logprobs.feature import is_replaced, usable_passes
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.liger.feature import obstacle
-from fsdptrain.features.liger.modules import describe, find_replacements
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
@@ -192,15 +191,14 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
 
 
 def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
-    """Report the modules that --liger replaces."""
+    """Report whether --liger replaces modules."""
     if config.section(LigerConfig).liger:
-        part, names, problem = "norms, rope, MLPs", describe(find_replacements(model)), obstacle()
-        if problem or not names:
-            yield Kernel(
-                part, "transformers", wanted="liger", reason=f"--liger {problem or 'has no kernel for this model'}"
-            )
-        else:
-            yield Kernel(part, f"liger in {names}")
+        problem = obstacle(model.config.model_type)
+        yield (
+            Kernel("norms, MLPs", "transformers", wanted="liger", reason=f"--liger {problem}")
+            if problem
+            else Kernel("norms, MLPs", "liger")
+        )
 
 
 def _logprobs(config: Config) -> Kernel:
