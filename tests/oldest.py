@@ -27,10 +27,6 @@ NEEDS_MORE = {  # beginnings of test names
 }
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    return True if collection_path.name == "test_overlap.py" else None  # imports those plans
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_by_name(items, NEEDS_MORE)
 

@@ -219,7 +219,6 @@ class Keywords(TypedDict, total=False):
     tensor_parallel_size: int
     expert_parallel_size: int
     context_parallel_size: int
-    context_parallel_recurrent: Literal["refuse", "gather"]
     gradient_checkpointing: bool
     gradient_checkpointing_kind: Literal["full", "selective"]
     gradient_checkpointing_every: int

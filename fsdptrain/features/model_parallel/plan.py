@@ -7,11 +7,12 @@ that moves tokens, or parts of hidden states, between ranks.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -223,8 +224,18 @@ def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMe
         if tied:
             lm_head(model).weight = cast(nn.Module, model.get_input_embeddings()).weight
     if experts is not None:
-        from fsdptrain.features.model_parallel.dispatch import register_dispatch
-        from fsdptrain.features.model_parallel.shared_expert import overlap_shared_experts
+        apply_expert_parallelism(model, experts, tensor, plan.experts, "all_to_all")  # `auto` differs without gradients
+        if tensor.size() > 1:
+            _copy_outputs(model, plan)
 
-        apply_expert_parallelism(model, experts, tensor, plan.experts, register_dispatch())
-        overlap_shared_experts(model)
+
+def _copy_outputs(model: PreTrainedModel, plan: SplitPlan) -> None:
+    """Let split experts return no view: FSDP registers its hook on the output, and an in-place operation loses it."""
+    for name, style in plan.experts.items():
+        if style == "ep_dispatch_experts":
+            module = model.get_submodule(name)
+            module.forward = partial(_copied, module.forward)
+
+
+def _copied(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return forward(*args, **kwargs).clone()

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, MemoryPlanError, NumericsError
+from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.fused_logprobs.feature import is_replaced, usable_passes
 from fsdptrain.features.liger.config import LigerConfig

@@ -220,8 +220,6 @@ CORE_AND_FEATURES = [
     ({"liger": True, "compile": True}, ["--liger", "--compile", "leave one of them out"], {"compile": False}),
     ({"liger": True, "expert_parallel_size": 2}, ["--liger", "--expert-parallel-size 2"], {"liger": False}),
     ({"liger": True, **TENSOR}, ["--liger", "--tensor-parallel-size 2"], {"liger": False}),
-    ({"context_parallel_recurrent": "gather"}, ["--context-parallel-recurrent", "--context-parallel-size"],
-     {"context_parallel_size": 2}),
     *(
         ({"context_parallel_size": 2, **values}, ["--context-parallel-size", flag], repair)
         for values, flag, repair in [
