@@ -1,7 +1,6 @@
 """pytest plugin of `make test-oldest`: skips, with reasons, what needs more than the oldest versions."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 

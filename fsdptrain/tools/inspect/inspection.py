@@ -26,7 +26,7 @@ from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
 from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
-from fsdptrain.features.prefix_sharing.copy_probe import probe_prefixes_of_copy
+from fsdptrain.features.prefix_sharing.probe import structural_obstacle
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.grid import Grid
 from fsdptrain.memory.pieces import Pieces, parameters_outside
@@ -225,9 +225,7 @@ def _sizes(config: Config, model: PreTrainedModel, num_gpus: int) -> Kernel:
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:
     """Report how shared prompts are computed. Never a fallback: installing a package would not change it."""
     obstacle = config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
-    if not obstacle:
-        trust = config.model.trust_remote_code
-        obstacle = probe_prefixes_of_copy(model.config, probe, trust_remote_code=trust).reason
+    obstacle = obstacle or structural_obstacle(model, layout=probe.layout, attention=probe.attention)
     return Kernel("prompts of a group", f"recomputed per sample: {obstacle}" if obstacle else "computed once")
 
 
