@@ -62,7 +62,7 @@ class LigerFeature(Feature):
     def after_probe(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         """Replace the modules. Raises ConfigError if that changes logprobs or gradients beyond rounding. Collective."""
         name = stock_class(model).__name__
-        lengths = list(_LENGTHS)
+        lengths: list[int] = list(_LENGTHS)
         if platform.has_accelerator():
             lengths.append(max(1, min(_BLOCK_TOKENS, self._max_tokens) - sum(_LENGTHS)))
         wanted, gradients = _results(model, lengths, probe.layout, vocab_size)
