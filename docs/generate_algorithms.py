@@ -20,7 +20,6 @@ from fsdptrain.config import AlgorithmConfig, RefConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
 from fsdptrain.features.moe import balance
-from fsdptrain.features.moe.bias import RouterBiasUpdater
 from fsdptrain.model import logprobs, truncation
 
 PAGE = Path(__file__).parent / "algorithms.md"
@@ -234,10 +233,6 @@ def algorithms_page() -> str:
     parts.append(ELSEWHERE)
     parts.append(_truncation_part())
     parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
-    parts.append(
-        f"\n## Balancing without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(RouterBiasUpdater)}\n\n"
-    )
-    parts.append(f"The direction of the update is {_paragraphs(balance.bias_change)[-1]}\n")
     return "".join(parts)
 
 

@@ -261,10 +261,6 @@ class Feature:
 
     # The embedded engine
 
-    def around_generation(self) -> AbstractContextManager[None]:
-        """Around the generation of a chunk."""
-        return nullcontext()
-
     def generation_inputs(
         self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
     ) -> Mapping[str, Tensor]:
@@ -413,9 +409,6 @@ class Features:
 
     def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
         return any(self._each("export", target, write_model))
-
-    def around_generation(self) -> AbstractContextManager[None]:
-        return self._enter("around_generation")
 
     def generation_inputs(
         self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor

@@ -9,7 +9,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.features.prefix_sharing import copy_probe as prefix_probe
 from fsdptrain.fsdp import build as loading
 from fsdptrain.model.probes import copy_probe as layout_probe
 from fsdptrain.model.structure import expert_choice
@@ -44,9 +43,8 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
 
 def copies_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the random copies that probes compute with be in float64. Compute under `Exact`."""
-    for module, name in ((layout_probe, "random_copy"), (prefix_probe, "guarded_copy")):
-        build = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, build=build, **kwargs: in_float64(build(*args, **kwargs)))
+    build = layout_probe.random_copy
+    monkeypatch.setattr(layout_probe, "random_copy", lambda *args, **kwargs: in_float64(build(*args, **kwargs)))
 
 
 def backends_in_float64() -> None:

@@ -1,7 +1,6 @@
 """pytest plugin of `make test-oldest`: skips, with reasons, what needs more than the oldest versions."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ _NUMPY = "the interpreter of triton 3.6 does not work with numpy 2.4"
 
 NEEDS_MORE = {  # beginnings of test names
     "tests/features/model_parallel/": _PLANS,
-    "tests/distributed/test_bias_balance.py::test_biases_are_bit_by_bit": _PLANS,
     "tests/distributed/test_memory_plan.py::test_the_estimate_is_near_what_a_step_takes[experts": _PLANS,
     "tests/distributed/test_moe.py::test_the_gradient_with_router_loss_and_replay_does_not_depend_on": _PLANS,
     "tests/distributed/test_moe.py::test_a_rank_that_gets_all_tokens_shows_in_the_metrics": _PLANS,
@@ -26,10 +24,6 @@ NEEDS_MORE = {  # beginnings of test names
     "tests/features/liger/test_liger.py::test_the_kernels_compute_what_the_modules_do": _NUMPY,
     "tests/distributed/test_wrap.py::test_prefetch_gathers_one_layer_ahead": "it reads a private name of torch 2.13",
 }
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    return True if collection_path.name == "test_overlap.py" else None  # imports those plans
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,13 +5,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain.feature import Feature, Features
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.feature import ContextParallelFeature
-from fsdptrain.features.context_parallel.recurrent import gather_around
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
@@ -46,10 +45,10 @@ def random_pack(lengths: Sequence[int], seed: int = 0) -> PackedBatch:
     return plain_batch(segments, device=CPU)
 
 
-def context_parallel(group: UlyssesGroup, mixers: Sequence[nn.Module] = ()) -> ContextParallelFeature:
-    """Tokens over `group`, gathered around `mixers`."""
+def context_parallel(group: UlyssesGroup) -> ContextParallelFeature:
+    """Tokens over `group`."""
     feature = ContextParallelFeature(ContextParallelConfig(context_parallel_size=group.size))
-    feature.attach(group, [gather_around(mixer) for mixer in mixers])
+    feature.attach(group)
     return feature
 
 

@@ -49,7 +49,6 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 # What a refusal says to add, and what that is.
 WAYS_OUT: dict[str, dict[str, Any]] = {
-    "--context-parallel-recurrent gather": {"context_parallel_recurrent": "gather"},
     "shard the experts with --expert-parallel-size": {"expert_parallel_size": RANKS},
 }
 TEMPERATURE = 0.9

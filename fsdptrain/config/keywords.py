@@ -214,12 +214,10 @@ class Keywords(TypedDict, total=False):
     image_key: str | None
     train_vision: bool
     router_aux_loss_coef: float | Literal["config"]
-    router_bias_update_rate: float
     router_replay: Literal["off", "scoring", "rollout"]
     tensor_parallel_size: int
     expert_parallel_size: int
     context_parallel_size: int
-    context_parallel_recurrent: Literal["refuse", "gather"]
     gradient_checkpointing: bool
     gradient_checkpointing_kind: Literal["full", "selective"]
     gradient_checkpointing_every: int

@@ -60,9 +60,7 @@ class ModelConfig(Section):
     strict: Annotated[bool, NEUTRAL] = False
     """Make fallbacks (padding instead of packing, torch code instead of a kernel) errors instead of warnings."""
     deterministic_mode: Annotated[bool, NEUTRAL] = False
-    """Use deterministic kernels only. On a CPU no logprob depends on the rest of its pack, on the ranks, or on whether
-    the trainer or the embedded engine computes it; on a GPU vLLM uses its batch-invariant kernels. See
-    docs/deterministic.md."""
+    """Use deterministic kernels only; on a GPU vLLM uses its batch-invariant kernels. See docs/deterministic.md."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

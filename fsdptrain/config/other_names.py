@@ -292,6 +292,8 @@ ADVICE = {f"--{name}": _TORCHRUN for name in _TORCHRUN_FLAGS.split()} | {
     "--gradient-accumulation-steps": "a step takes as many packs as --global-batch-size needs: leave it out",
     "--repetition-penalty": "there is none here, it would change the sampled distribution: leave it out",
     "--vllm-enable-sleep-mode": "the engine always sleeps while a GPU trains: leave it out",
+    "--context-parallel-recurrent": "it was removed, models with recurrent mixers are refused: leave it out",
+    "--router-bias-update-rate": "it was removed: use --router-aux-loss-coef, or leave it out",
     "--top-entropy-quantile": "there is none here, the loss takes tokens of any entropy: leave it out",
     "--fsdp": _SHARDING,
     "--deepspeed": _SHARDING,

@@ -55,13 +55,6 @@ def _shares_prefixes(config: Config) -> bool:
     return not config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
 
 
-def _is_invariant(config: Config) -> bool:
-    from fsdptrain import platform  # imports torch
-
-    on_cpu = not platform.has_accelerator()
-    return config.model.deterministic_mode and config.model.backend == "fsdp" and on_cpu
-
-
 def _may_fuse_logprobs(config: Config) -> bool:
     from fsdptrain import platform  # imports torch
 
@@ -84,7 +77,6 @@ SECTIONS: tuple[type[Section], ...] = (
     Fp8Config,
 )
 FEATURES = (
-    Entry("batch_invariant:BatchInvariantFeature", _is_invariant),
     Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
     Entry("quantized_base:QuantizedBaseFeature", lambda config: config.section(QuantizedBaseConfig).enabled),
     Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),

@@ -101,23 +101,6 @@ def test_the_gradient_with_router_loss_and_replay_does_not_depend_on_how_the_wor
             assert metrics["moe/load_max"] == pytest.approx(expected["moe/load_max"], rel=1e-6)
 
 
-def crowded(checkpoint: str) -> dict:
-    """Metrics of a step in which every token goes to the experts of the first of two ranks, and to all of those."""
-    backend = FSDPBackend(config(checkpoint, router_replay="rollout", expert_parallel_size=2), total_steps=10)
-    items = []
-    for sample in samples():
-        tokens = torch.arange(len(sample.token_ids))
-        routes = torch.stack([tokens % TOP_K, TOP_K + 0 * tokens], dim=1).to(torch.int16)
-        items.append(dataclasses.replace(sample, routes=routes[:, None].expand(-1, LAYERS, -1).contiguous()))
-    return backend.train_step(packs_of_this_rank(items, 64), LOSSES["grpo"], LossConfig())
-
-
-def test_a_rank_that_gets_all_tokens_shows_in_the_metrics_and_drops_none(checkpoint):
-    for metrics in spawn(2, crowded, checkpoint):
-        assert metrics["moe/rank_load_max"] == pytest.approx(2.0)
-        assert metrics["moe/dropped_tokens"] == 0.0
-
-
 def test_replay_and_router_loss_do_something(checkpoint, alone):
     own, replayed = alone[0]["own"], alone[0]["replayed"]
     assert relative(replayed[0], own[0]) > 0.1

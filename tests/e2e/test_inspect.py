@@ -53,7 +53,7 @@ def test_with_liger_it_says_what_is_replaced_or_why_nothing_is(tmp_path: Path):
     zoo.config("qwen3").save_pretrained(tmp_path / "model")
     result = inspect(tmp_path / "model", tmp_path, "--liger", "--json")
     report = json.loads(result.out)
-    assert "norms, rope, MLPs: transformers instead of liger (--liger needs " in report["fallbacks"][-1]
+    assert "norms, MLPs: transformers instead of liger (--liger needs " in report["fallbacks"][-1]
     assert report["refusal"].startswith("--liger needs ")
     assert result.code == 2, "as a run"
     assert report["refusal"] in result.err

@@ -1,10 +1,10 @@
 """Options of context parallelism."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, Excludes, Requires
+from fsdptrain.config.rules import NEUTRAL, Excludes
 from fsdptrain.config.section import RankGroup, Section
 
 
@@ -21,11 +21,6 @@ class ContextParallelConfig(Section):
         Excludes("backend=megatron", fix="use --megatron-context-parallel"),
     ] = Field(default=1, ge=1)
     """Processes over which the tokens of every pack are distributed: sequences may be that many times longer."""
-    context_parallel_recurrent: Annotated[
-        Literal["refuse", "gather"], Requires("context_parallel_size>1"), FSDP_ONLY
-    ] = "refuse"
-    """With --context-parallel-size: handling of stateful mixers (Mamba, Gated DeltaNet, convolutions). `refuse`: an
-    error. `gather`: each process of a group computes them for all tokens of the group."""
 
     @property
     def enabled(self) -> bool:

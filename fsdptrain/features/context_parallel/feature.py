@@ -9,8 +9,8 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.recurrent import GatheredMixer, check_context_parallel, gather_around
 from fsdptrain.features.context_parallel.rows import UlyssesRows
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.meta import meta_model_of
@@ -26,7 +26,6 @@ class ContextParallelFeature(Feature):
         self._config = config
         self._tensor_size = tensor_size
         self._group: UlyssesGroup | None = None
-        self._mixers: list[GatheredMixer] = []
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -47,12 +46,12 @@ class ContextParallelFeature(Feature):
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         assert meshes.context is not None
         with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            mixers = check_context_parallel(model, self._config, tensor_size=self._tensor_size)
-        self.attach(UlyssesGroup.of(meshes.context), [gather_around(mixer) for mixer in mixers])
+            check_context_parallel(model, self._config, tensor_size=self._tensor_size)
+        self.attach(UlyssesGroup.of(meshes.context))
 
-    def attach(self, group: UlyssesGroup, mixers: list[GatheredMixer]) -> None:
-        """Distribute tokens over `group`, and gather them around `mixers`."""
-        self._group, self._mixers = group, mixers
+    def attach(self, group: UlyssesGroup) -> None:
+        """Distribute tokens over `group`."""
+        self._group = group
 
     def allows(self, layout: Layout, attention: str) -> bool:
         return attention in PACKAGE_ATTENTION
@@ -60,7 +59,4 @@ class ContextParallelFeature(Feature):
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> UlyssesRows | None:
         """Return this rank's rows. Stock attention, the reference of the probes, gets whole rows on every rank."""
         assert self._group is not None
-        active = self._group if attention in PACKAGE_ATTENTION else None
-        for mixer in self._mixers:
-            mixer.group = active
-        return None if active is None else UlyssesRows(batch, layout, active)
+        return UlyssesRows(batch, layout, self._group) if attention in PACKAGE_ATTENTION else None

@@ -38,13 +38,6 @@ class UlyssesGroup:
         """Select this rank's columns: [B, S, ...] -> [B, s, ...]"""
         return rows[:, self.rank :: self.size]
 
-    def all_columns(self, rows: Tensor) -> Tensor:
-        """Gather [B, s, ...] of each rank to [B, S, ...].
-
-        Backward sums over the ranks, since each may use all columns.
-        """
-        return _columns(_AllGather.apply(rows, self.group))
-
     def total(self, values: Tensor) -> Tensor:
         """Sum over ranks. All ranks compute the same loss from the sum, so backward passes the gradient through."""
         return _Total.apply(values, self.group)
@@ -109,19 +102,6 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(grads[0], ctx.group), None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        found = x.new_empty(group.size(), *x.shape)
-        dist.all_gather(list(found.unbind()), x.contiguous(), group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grads[0], ctx.group).sum(0), None
 
 
 class _Total(torch.autograd.Function):

@@ -56,11 +56,6 @@ class Fp8Config(Section):
                 if config.holds(condition):
                     flag = "--" + condition.key.replace("_", "-")
                     yield f"--fp8 training does not work with {flag}: leave one of them out"
-            if self.fp8_recipe == "tensorwise" and config.model.deterministic_mode:
-                yield (
-                    "--fp8-recipe tensorwise does not work with --deterministic-mode, as logprobs depend on the pack: "
-                    "use --fp8-recipe rowwise"
-                )
         if self.generates:
             yield from self._rollout_problems(config)
 

@@ -15,8 +15,8 @@ class LigerConfig(Section):
     liger: Annotated[
         bool,
         Excludes("compile", reason="with --compile, which fuses the same operations: leave one of them out"),
-        Excludes("tensor_parallel_size>1", "expert_parallel_size>1"),
+        Excludes("tensor_parallel_size>1", "expert_parallel_size>1", "image_key"),
         FSDP_ONLY,
     ] = False
-    """Compute norms, rotary embeddings and gated MLPs with the Triton kernels of liger-kernel, after comparing
-    logprobs and gradients of the loaded model with and without them. Not run on a GPU yet."""
+    """Compute norms and gated MLPs with the Triton kernels of liger-kernel, after comparing logprobs and gradients of
+    the loaded model with and without them. Not run on a GPU yet."""

@@ -1,11 +1,13 @@
-"""The liger feature: kernels of liger-kernel for norms, rotary embeddings and gated MLPs, compared at start.
+"""The liger feature: liger-kernel replaces norms and gated MLPs of the loaded model, compared with the stock ones.
 
-The losses of liger-kernel are not used: the losses here are functions of logprobs.
+The losses of liger-kernel are not used: the losses here are functions of logprobs. Its rotary embedding is not used
+either: it writes over its inputs, which selective checkpointing keeps, and can only be replaced for all models.
 """
 
-import importlib
 import math
 import re
+import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +20,6 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import one_line, raise_on_all_ranks, sum_over_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
-from fsdptrain.features.liger.modules import Replacement, describe, find_replacements
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.policy import TOLERANCES, evaluating, over_ranks, plain_batch, policy_logprobs
@@ -27,9 +28,9 @@ from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import reshard, stock_class
 
 _LENGTHS = (40, 23)  # of the segments of the probe
-_BLOCK_ROWS = 4096 * 8  # liger-kernel computes norms of heads with another kernel from here on
-_SEGMENT = 512
+_BLOCK_TOKENS = 4096  # liger-kernel computes norms of 8 heads or more with another kernel from here on
 _ROUNDINGS = 16  # of half precision: kernels that round once differ by up to 6 from torch's operations (36 layers)
+_Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
 
 class LigerFeature(Feature):
@@ -37,23 +38,16 @@ class LigerFeature(Feature):
         """max_tokens: the most tokens of a pack."""
         self._max_tokens = max_tokens
         self._dtype = compute_dtype
-        self._of_logprobs = TOLERANCES[compute_dtype]
-        self._of_gradients = max(1e-4, _ROUNDINGS * torch.finfo(compute_dtype).eps)  # of a kind
-        self._replacements: list[Replacement] = []
         self._line = ""
 
     @classmethod
     def check(cls, config: Config) -> None:
         del config
-        with raise_on_all_ranks(ConfigError, "--liger"):
-            problem = obstacle()
-            if problem:
-                raise ConfigError(f"--liger {problem}")
+        _require()
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LigerFeature":
         del checkpoint
-        cls.check(config)
         return cls(max_tokens=config.max_tokens_per_pack, compute_dtype=getattr(torch, config.compute_dtype_name))
 
     @property
@@ -61,56 +55,45 @@ class LigerFeature(Feature):
         return [self._line]
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        """Find the modules; `after_probe` replaces them."""
+        """Refuse a model that liger-kernel does not know; `after_probe` replaces the modules."""
         del meshes
-        self._replacements = find_replacements(model)
-        if not self._replacements:
-            raise ConfigError(
-                f"--liger has no kernel for norms, rotary embeddings or MLPs of {type(model).__name__}: leave it out"
-            )
+        _require(model.config.model_type)
 
     def after_probe(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         """Replace the modules. Raises ConfigError if that changes logprobs or gradients beyond rounding. Collective."""
-        lengths = self._lengths(model)
+        name = stock_class(model).__name__
+        lengths: list[int] = list(_LENGTHS)
+        if platform.has_accelerator():
+            lengths.append(max(1, min(_BLOCK_TOKENS, self._max_tokens) - sum(_LENGTHS)))
         wanted, gradients = _results(model, lengths, probe.layout, vocab_size)
-        with raise_on_all_ranks(ConfigError, "--liger"):
-            kernels = importlib.import_module("liger_kernel.ops")
-        for replacement in self._replacements:
-            replacement.install(kernels)
         try:
+            replace_modules(model)
             found, others = _results(model, lengths, probe.layout, vocab_size)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # Triton raises many kinds; the same on every rank
-            raise ConfigError(f"--liger does not work with {_name(model)}: {one_line(error)}") from error
-        of_logprobs = over_ranks((found - wanted).abs().mean().item())
-        of_gradients, where = _largest_difference(model, others, gradients, floor=torch.finfo(self._dtype).eps)
-        if not (of_logprobs <= self._of_logprobs and of_gradients <= self._of_gradients):  # also rejects nan
+            raise ConfigError(f"--liger does not work with {name}: {one_line(error)}; leave it out") from error
+        of_logprobs, least = over_ranks((found - wanted).abs().mean().item()), TOLERANCES[self._dtype]
+        rounding = torch.finfo(self._dtype).eps
+        of_gradients, where = largest_difference(model, others, gradients, floor=rounding)
+        bound = max(1e-4, _ROUNDINGS * rounding)
+        if not (of_logprobs <= least and of_gradients <= bound):  # also rejects nan
             raise ConfigError(
-                f"--liger changes the logprobs of {_name(model)} by {of_logprobs:.2g} (tolerance "
-                f"{self._of_logprobs:g}) and the gradients of {where} by {of_gradients:.2g} of their norm (tolerance "
-                f"{self._of_gradients:.2g}): leave it out"
+                f"--liger changes the logprobs of {name} by {of_logprobs:.2g} (tolerance {least:g}) and the gradients "
+                f"of {where} by {of_gradients:.2g} of their norm (tolerance {bound:.2g}): leave it out"
             )
-        measured = (
-            f"probe: logprobs {of_logprobs:.2g} <= {self._of_logprobs:g}, "
-            f"gradients {of_gradients:.2g} <= {self._of_gradients:.2g}"
-        )
-        self._line = f"liger kernels in {describe(self._replacements)} ({measured})"
-
-    def _lengths(self, model: PreTrainedModel) -> list[int]:
-        """Return the segments of the probe. On an accelerator they reach the kernel for many rows, if packs do."""
-        lengths: list[int] = list(_LENGTHS)
-        if platform.has_accelerator():
-            values = model.config.get_text_config().to_dict()
-            heads = values.get("num_key_value_heads") or values["num_attention_heads"]
-            longest = min(_SEGMENT, values.get("max_position_embeddings") or _SEGMENT)
-            tokens = min(-(-_BLOCK_ROWS // heads), self._max_tokens)
-            lengths += [longest] * max(0, -(-(tokens - sum(lengths)) // longest))
-        return lengths
+        measured = f"logprobs {of_logprobs:.2g} <= {least:g}, gradients {of_gradients:.2g} <= {bound:.2g}"
+        self._line = f"liger kernels in norms and MLPs (probe: {measured})"
 
 
-def obstacle() -> str:
-    """Return why the kernels cannot run here, as the end of a message, or ""."""
+def _require(model_type: str | None = None) -> None:
+    with raise_on_all_ranks(ConfigError, "--liger"):
+        if problem := obstacle(model_type):
+            raise ConfigError(f"--liger {problem}")
+
+
+def obstacle(model_type: str | None = None) -> str:
+    """Return why the kernels cannot run here, or not for models of `model_type`, as the end of a message, or ""."""
     if find_spec("liger_kernel") is None:
         return "needs the package liger-kernel, not installed here: pip install 'fsdptrain[liger]', or leave it out"
     if find_spec("triton") is None:
@@ -119,12 +102,26 @@ def obstacle() -> str:
 
     if not platform.has_accelerator() and not knobs.runtime.interpret:
         return "needs a GPU and none is available: leave it out"
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model_type is not None and model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"has no kernels for models of type {model_type}: leave it out"
     return ""
 
 
+def replace_modules(model: PreTrainedModel) -> None:
+    """Let liger-kernel replace the forwards of modules of `model`, and no class of other models."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    family = vars(sys.modules[stock_class(model).__module__])
+    stock = family.copy()
+    _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    family.update(stock)
+
+
 def _results(
-    model: PreTrainedModel, lengths: list[int], layout: Layout, vocab_size: int
-) -> tuple[Tensor, list[tuple[nn.Parameter, Tensor]]]:
+    model: PreTrainedModel, lengths: Sequence[int], layout: Layout, vocab_size: int
+) -> tuple[Tensor, _Gradients]:
     """Return the logprobs [T] of random tokens and this rank's shards of the gradients."""
     generator = torch.Generator().manual_seed(0)
     segments = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -139,13 +136,7 @@ def _results(
     return values.detach(), gradients
 
 
-def _largest_difference(
-    model: nn.Module,
-    found: list[tuple[nn.Parameter, Tensor]],
-    wanted: list[tuple[nn.Parameter, Tensor]],
-    *,
-    floor: float,
-) -> tuple[float, str]:
+def largest_difference(model: nn.Module, found: _Gradients, wanted: _Gradients, *, floor: float) -> tuple[float, str]:
     """Return the largest relative difference of the gradients of a kind over all ranks, and the name of the kind.
 
     A kind is a parameter of all layers. The difference is relative to the norm of the kind, or to `floor` times the
@@ -164,7 +155,3 @@ def _largest_difference(
     ratios = [math.inf if math.isnan(ratio) else ratio for ratio in ratios]  # max() passes over nan
     worst = max(range(len(ratios)), key=ratios.__getitem__)
     return ratios[worst], list(differences)[worst]
-
-
-def _name(model: PreTrainedModel) -> str:
-    return stock_class(model).__name__

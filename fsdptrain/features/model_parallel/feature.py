@@ -5,9 +5,8 @@ must be summed over the tensor group, which the plan must declare. Without that,
 copies of the ranks diverge. `check_gradients` compares them.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,20 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Feature, ForwardPass, LogProbsFunction
+from fsdptrain.feature import Feature, LogProbsFunction
 from fsdptrain.features.meta import meta_model_of
 from fsdptrain.features.model_parallel.plan import split_model, split_plan_of
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.materialize import local_part
 from fsdptrain.model.logprobs import vocab_parallel_logprobs
-from fsdptrain.types import Metrics, PackedBatch
-
-if TYPE_CHECKING:
-    from fsdptrain.features.model_parallel.dispatch import Dispatches
 
 
 class ModelParallelFeature(Feature):
@@ -37,7 +31,6 @@ class ModelParallelFeature(Feature):
 
     def __init__(self) -> None:
         self._tensor: DeviceMesh | None = None  # set if layers are split
-        self._dispatches: Dispatches | None = None  # set if experts are split
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -50,10 +43,6 @@ class ModelParallelFeature(Feature):
         with raise_on_all_ranks(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
             split_model(model, tensor=meshes.tensor, experts=meshes.experts)
         self._tensor = meshes.tensor if meshes.tensor.size() > 1 else None
-        if meshes.experts is not None:
-            from fsdptrain.features.model_parallel.dispatch import Dispatches  # needs a newer transformers
-
-            self._dispatches = Dispatches(model)
 
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
         return partial(_logprobs, stock)
@@ -61,13 +50,6 @@ class ModelParallelFeature(Feature):
     def check_gradients(self, model: PreTrainedModel) -> None:
         if self._tensor is not None:
             require_whole_gradients(model, self._tensor)
-
-    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
-        if self._dispatches is not None:
-            self._dispatches.reset()
-
-    def after_step(self, *, updated: bool) -> Metrics:
-        return {} if self._dispatches is None else self._dispatches.metrics(platform.local_device())
 
 
 def _logprobs(stock: LogProbsFunction, hidden: Tensor, *, weight: Tensor, **options: Any) -> Any:

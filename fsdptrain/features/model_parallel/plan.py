@@ -5,14 +5,13 @@ The plan needs only the model on meta and the sizes, no processes, so `plan` and
 that moves tokens, or parts of hidden states, between ranks.
 """
 
-import logging
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -184,31 +183,13 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
                 f"--tensor-parallel-size {size} does not divide {parameter_name} {list(p.shape)} of {name}: choose "
                 "another size"
             )
-    share = _share(matrices, plan.tensor_dims.keys() | plan.experts.keys())
+    names = plan.tensor_dims.keys() | plan.experts.keys()
+    share = sum(p.numel() for n, p in matrices.items() if n in names) / sum(p.numel() for p in matrices.values())
     if share < _LEAST_SHARE:
         raise ConfigError(
             f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "
             "every process would hold and compute the rest: remove it"
         )
-
-
-def thin_split(model: PreTrainedModel, plan: SplitPlan, *, tensor_size: int) -> str | None:
-    """Return a warning if tensor parallelism splits little except the experts, which expert parallelism can split."""
-    if tensor_size == 1:
-        return None
-    share = _share({n: p for n, p in _matrices(model).items() if n not in plan.experts}, plan.tensor_dims.keys())
-    if share >= _LEAST_SHARE:
-        return None
-    return (
-        f"--tensor-parallel-size {tensor_size}: the plan of transformers splits {share:.0%} of the layers of "
-        f"{stock_class(model).__name__} beside their experts, and each process of a group computes all of the rest: "
-        "without it as many processes train on more packs at a time"
-    )
-
-
-def _share(matrices: Mapping[str, nn.Parameter], names: Set[str]) -> float:
-    """Return the fraction of the elements of `matrices` in those of `names`."""
-    return sum(p.numel() for n, p in matrices.items() if n in names) / sum(p.numel() for p in matrices.values())
 
 
 def _matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -217,18 +198,12 @@ def _matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if id(p) in inside and p.dim() >= 2}
 
 
-log = logging.getLogger(__name__)
-
-
 def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMesh | None) -> None:
     """Split `model` over `tensor` (if larger than one rank) and `experts`.
 
     Raises ConfigError if the model does not support the sizes.
     """
     plan = split_plan(model, tensor_size=tensor.size(), expert_size=1 if experts is None else experts.size())
-    line = thin_split(model, plan, tensor_size=tensor.size())
-    if line and dist.get_rank() == 0:
-        log.warning("%s", line)
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -238,8 +213,18 @@ def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMe
         if tied:
             lm_head(model).weight = cast(nn.Module, model.get_input_embeddings()).weight
     if experts is not None:
-        from fsdptrain.features.model_parallel.dispatch import register_dispatch
-        from fsdptrain.features.model_parallel.shared_expert import overlap_shared_experts
+        apply_expert_parallelism(model, experts, tensor, plan.experts, "all_to_all")  # `auto` differs without gradients
+        if tensor.size() > 1:
+            _copy_outputs(model, plan)
 
-        apply_expert_parallelism(model, experts, tensor, plan.experts, register_dispatch())
-        overlap_shared_experts(model)
+
+def _copy_outputs(model: PreTrainedModel, plan: SplitPlan) -> None:
+    """Let split experts return no view: FSDP registers its hook on the output, and an in-place operation loses it."""
+    for name, style in plan.experts.items():
+        if style == "ep_dispatch_experts":
+            module = model.get_submodule(name)
+            module.forward = partial(_copied, module.forward)
+
+
+def _copied(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return forward(*args, **kwargs).clone()

@@ -67,16 +67,6 @@ def balance_loss(router_logits: Sequence[Tensor], counted: Tensor, load: ExpertL
     return torch.stack(parts).mean() * choices.shape[1]
 
 
-def bias_change(counts: Tensor) -> Tensor:
-    """Compute the direction of the bias update, -1, 0 or 1, from `counts` i64 [..., E] of a whole step: [..., E].
-
-    sign(mean count - own count): an expert with less than its share is chosen more often afterwards. Integer
-    arithmetic, so exact. Auxiliary-loss-free balancing, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437,
-    2.1.2, whose bias update speed is 0.001.
-    """
-    return (counts.sum(-1, keepdim=True) - counts.shape[-1] * counts).sign()
-
-
 def count_choices(routes: Tensor, counted: Tensor, num_experts: int) -> Tensor:
     """Count how often the counted tokens choose each expert: [layers, E] i64.
 

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
-
-from fsdptrain.config.rules import FSDP_ONLY, Excludes, IdleWith, Problem
+from fsdptrain.config.rules import FSDP_ONLY, IdleWith, Problem
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -22,23 +20,17 @@ class RouterConfig(Section):
     aux_loss_coef: float | Literal["config"] = 0.0
     """Coefficient of the load-balancing loss over each optimizer step; `config`: from the model's config. 0: off.
     Without --router-replay, it costs one more forward pass."""
-    bias_update_rate: Annotated[float, Excludes("lora_rank", "compile")] = Field(default=0.0, ge=0.0)
-    """Balance experts without a loss: after each optimizer step, increase the router's bias by this for experts below
-    the mean load of the step and decrease it for those above (DeepSeek-V3: 0.001). 0: keep the loaded bias."""
     replay: Annotated[Literal["off", "scoring", "rollout"], IdleWith("algorithm=sft")] = "off"
     """Replay recorded expert choices in training. `scoring`: from the computation of old logprobs (R2). `rollout`: from
     the engine (R3), for old logprobs too."""
 
     @property
     def enabled(self) -> bool:
-        return self.replay != "off" or self.aux_loss_coef != 0 or self.bias_update_rate > 0
+        return self.replay != "off" or self.aux_loss_coef != 0
 
     @property
     def trains_zero_advantage(self) -> str:
-        coef, rate = self.aux_loss_coef, self.bias_update_rate
-        if coef != 0:
-            return f"--router-aux-loss-coef {coef}"
-        return f"--router-bias-update-rate {rate:g}" if rate else ""
+        return f"--router-aux-loss-coef {self.aux_loss_coef}" if self.aux_loss_coef else ""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.aux_loss_coef != "config" and self.aux_loss_coef < 0:

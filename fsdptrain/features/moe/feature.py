@@ -1,4 +1,4 @@
-"""The mixture-of-experts feature: balancing by a loss or by router biases, and router replay."""
+"""The mixture-of-experts feature: the load-balancing loss and router replay."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,6 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, ForwardPass, RouteRecorder
 from fsdptrain.features.moe.balance import ExpertLoad, add_router_loss, balance_loss, count_choices, trained_tokens
-from fsdptrain.features.moe.bias import RouterBiasUpdater, check_bias
 from fsdptrain.features.moe.checks import aux_loss_coef, check_replay
 from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.features.moe.replay import EngineRoutes, RouterReplay
@@ -36,22 +35,17 @@ class MoEFeature(Feature):
 
     Args:
         loss_coef: coefficient of the load-balancing loss; 0: off.
-        bias_update_rate: update rate of the router biases; 0: off.
         replay: `scoring`: train with the experts of scoring; `rollout`: with those of the engine.
         pack_copies: number of ranks that train on the same pack.
     """
 
-    def __init__(
-        self, *, loss_coef: float = 0.0, bias_update_rate: float = 0.0, replay: str = "off", pack_copies: int = 1
-    ) -> None:
+    def __init__(self, *, loss_coef: float = 0.0, replay: str = "off", pack_copies: int = 1) -> None:
         self._coef = loss_coef
-        self._bias_update_rate = bias_update_rate
         self._replays = replay != "off"
         self._scoring_records = replay == "scoring"
         self._pack_copies = pack_copies
         self._replay: RouterReplay | None = None
         self._load: ExpertLoad | None = None  # of the current optimizer step
-        self._biases: RouterBiasUpdater | None = None  # of the current optimizer step
         self._counted: Tensor | None = None  # [T] bool: tokens of the pack whose choices are counted
         self._top_k = 0  # number of experts per token for these choices
         self._takes_routes = True
@@ -60,19 +54,12 @@ class MoEFeature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "MoEFeature":
         router, trust = config.section(RouterConfig), config.model.trust_remote_code
-        with raise_on_all_ranks(ConfigError, "--router-replay, --router-aux-loss-coef, --router-bias-update-rate"):
+        with raise_on_all_ranks(ConfigError, "--router-replay, --router-aux-loss-coef"):
             model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
             coef = aux_loss_coef(model_config, router.aux_loss_coef, trust_remote_code=trust)
             if router.replay != "off":
                 check_replay(model_config, router.replay, trust_remote_code=trust)
-            if router.bias_update_rate:
-                check_bias(model_config, trust_remote_code=trust)
-        return cls(
-            loss_coef=coef,
-            bias_update_rate=router.bias_update_rate,
-            replay=router.replay,
-            pack_copies=config.pack_copies,
-        )
+        return cls(loss_coef=coef, replay=router.replay, pack_copies=config.pack_copies)
 
     @property
     def carried_fields(self) -> tuple[str, ...]:
@@ -97,7 +84,7 @@ class MoEFeature(Feature):
         """Wrap the routers. Runs after gradient checkpointing is enabled and before sharding."""
         del meshes
         choice = expert_choice(model.config)
-        if choice is not None and (self._replays or self._bias_update_rate):
+        if choice is not None and self._replays:
             self._replay = RouterReplay(model, choice)
 
     def around_forward(self, batch: PackedBatch, rows: Rows) -> AbstractContextManager[None]:
@@ -154,21 +141,14 @@ class MoEFeature(Feature):
         choice = expert_choice(model.config)
         if choice is not None and (self._coef or self._replays):
             self._load = self._load_of(model, batches, forward, num_experts=choice.num_experts, top_k=choice.top_k)
-        if self._bias_update_rate:
-            self._biases = RouterBiasUpdater(model, rate=self._bias_update_rate)
-            self._records = True
 
     def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        if self._biases is not None:
-            self._biases.count(logprobs.extras[_ROUTES], batch)
         router_loss = logprobs.extras.get(_LOSS)
         return output if router_loss is None else add_router_loss(output, router_loss, self._coef)
 
     def after_step(self, *, updated: bool) -> Metrics:
         metrics = {} if self._load is None else self._load.metrics()
-        if self._biases is not None:
-            metrics |= self._biases.step(apply=updated)
-        self._load, self._biases, self._records = None, None, False
+        self._load = None
         return metrics
 
     def _load_of(

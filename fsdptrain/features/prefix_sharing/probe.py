@@ -37,7 +37,6 @@ class PrefixProbe:
     reason: str = ""  # why not
     max_difference: float = 0.0  # mean difference of logprobs from those of whole segments, maximum over segments
     tolerance: float = 0.0
-    gradient_difference: float | None = None  # relative to the largest gradient; only measured on a random copy
 
     @property
     def line(self) -> str:
@@ -47,13 +46,17 @@ class PrefixProbe:
         return f"prompts of a group: computed for each sample ({self.reason})"
 
 
-def structural_obstacle(model: PreTrainedModel) -> str:
-    """Return which part of the model prevents sharing, or "". The model may be on meta."""
+def structural_obstacle(
+    model: PreTrainedModel, *, layout: Layout = "packed", attention: str = PACKAGE_ATTENTION[0]
+) -> str:
+    """Return which part of the model, or of how it is computed, prevents sharing, or "". It may be on meta."""
     if any(module_kind(module) == "recurrent mixer" for module in model.modules()):
         return "its recurrent mixers carry a state through each sequence"
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):  # bfloat16 rounding hides short ones
         return "its convolutions run along each sequence"
-    return ""
+    if layout != "packed":
+        return "sequences are padded"
+    return "" if attention in PACKAGE_ATTENTION else f"{attention} knows no shared prefix"
 
 
 def require_prefixes(obstacle: str) -> None:
@@ -76,12 +79,7 @@ def probe_prefixes(
 
     segments: at least two. The first provides the tokens after the prefix; the second is the prefix.
     """
-    obstacle = structural_obstacle(model)
-    if not obstacle and layout != "packed":
-        obstacle = "sequences are padded"
-    if not obstacle and attention not in PACKAGE_ATTENTION:
-        obstacle = f"{attention} knows no shared prefix"
-    if obstacle:
+    if obstacle := structural_obstacle(model, layout=layout, attention=attention):
         return PrefixProbe(False, obstacle)
     whole, changed, own = prefix_batches(segments, device or platform.local_device())
     with evaluating(model):

@@ -125,7 +125,7 @@ class HFEngine:
         recorder = None
         if sampling.with_routes:
             recorder = self._recorder([len(prompts[prompt].token_ids) for prompt in distinct], prompt_of_row)
-        with recorder.recording() if recorder else nullcontext(), self._features.around_generation():
+        with recorder.recording() if recorder else nullcontext():
             tokens, logprobs = decode(
                 self.model,
                 [prompts[prompt] for prompt in distinct],

@@ -15,19 +15,18 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.fused_logprobs.feature import is_replaced, usable_passes
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.liger.feature import obstacle
-from fsdptrain.features.liger.modules import describe, find_replacements
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
 from fsdptrain.features.model_parallel.plan import split_plan_of
 from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
-from fsdptrain.features.prefix_sharing.copy_probe import probe_prefixes_of_copy
+from fsdptrain.features.prefix_sharing.probe import structural_obstacle
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.estimate import Shapes
 from fsdptrain.model.attention.attention import resolve_attention
@@ -190,15 +189,14 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
 
 
 def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
-    """Report the modules that --liger replaces."""
+    """Report whether --liger replaces modules."""
     if config.section(LigerConfig).liger:
-        part, names, problem = "norms, rope, MLPs", describe(find_replacements(model)), obstacle()
-        if problem or not names:
-            yield Kernel(
-                part, "transformers", wanted="liger", reason=f"--liger {problem or 'has no kernel for this model'}"
-            )
-        else:
-            yield Kernel(part, f"liger in {names}")
+        problem = obstacle(model.config.model_type)
+        yield (
+            Kernel("norms, MLPs", "transformers", wanted="liger", reason=f"--liger {problem}")
+            if problem
+            else Kernel("norms, MLPs", "liger")
+        )
 
 
 def _logprobs(config: Config) -> Kernel:
@@ -215,9 +213,7 @@ def _logprobs(config: Config) -> Kernel:
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:
     """Report how shared prompts are computed. Never a fallback: installing a package would not change it."""
     obstacle = config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
-    if not obstacle:
-        trust = config.model.trust_remote_code
-        obstacle = probe_prefixes_of_copy(model.config, probe, trust_remote_code=trust).reason
+    obstacle = obstacle or structural_obstacle(model, layout=probe.layout, attention=probe.attention)
     return Kernel("prompts of a group", f"recomputed per sample: {obstacle}" if obstacle else "computed once")
 
 

@@ -144,8 +144,6 @@ CORE_AND_FEATURES = [
     ),
     ({"fp8_recipe": "tensorwise"}, ["--fp8-recipe", "without --fp8"], {"fp8": ["training"]}),
     ({"fp8_skip": ["down_proj"]}, ["--fp8-skip", "without --fp8"], {"fp8": ["training"]}),
-    ({"fp8": ["training"], "fp8_recipe": "tensorwise", "deterministic_mode": True},
-     ["--fp8-recipe tensorwise", "--deterministic-mode"], {"fp8_recipe": "rowwise"}),
     ({"fp8": ["training", "training"]}, ["--fp8 training training", "twice"], {"fp8": ["training"]}),
     *(
         ({"fp8": ["training"], **other}, ["--fp8 training", all_keys()[next(iter(other))].flag], {"fp8": []})
@@ -218,8 +216,6 @@ CORE_AND_FEATURES = [
     ({"liger": True, "compile": True}, ["--liger", "--compile", "leave one of them out"], {"compile": False}),
     ({"liger": True, "expert_parallel_size": 2}, ["--liger", "--expert-parallel-size 2"], {"liger": False}),
     ({"liger": True, **TENSOR}, ["--liger", "--tensor-parallel-size 2"], {"liger": False}),
-    ({"context_parallel_recurrent": "gather"}, ["--context-parallel-recurrent", "--context-parallel-size"],
-     {"context_parallel_size": 2}),
     *(
         ({"context_parallel_size": 2, **values}, ["--context-parallel-size", flag], repair)
         for values, flag, repair in [
@@ -390,8 +386,6 @@ ALGORITHM = [
      ["--router-replay", "the policy is not scored"], {"router_replay": "rollout"}),
     ({"router_aux_loss_coef": -0.1}, ["--router-aux-loss-coef", "`config`", "-0.1"],
      {"router_aux_loss_coef": "config"}),
-    ({"router_bias_update_rate": 0.001, "lora_rank": 8}, ["--router-bias-update-rate", "--lora-rank"],
-     {"lora_rank": 0}),
     ({"global_batch_size": 100}, ["--global-batch-size 100", "32", "8", "256", "e.g. 64"], OFF_POLICY),
     ({"global_batch_size": 512}, ["--global-batch-size 512", "e.g. 256"], OFF_POLICY),
     ({**OFF_POLICY, "steps_per_rollout": 3}, ["--steps-per-rollout 3", "make 4 steps of 64"], {"steps_per_rollout": 4}),

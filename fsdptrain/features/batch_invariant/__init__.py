@@ -1,1 +1,0 @@
-"""--deterministic-mode on a CPU: logprobs do not depend on what else is computed. See docs/deterministic.md."""
