@@ -96,11 +96,6 @@ class Section(BaseModel):
         """Whether its options give tokens an advantage, or the loss a term, to learn from without rewards."""
         return False
 
-    @property
-    def inexact_engine(self) -> str:
-        """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
-        return ""
-
     def memory(self, config: "Config") -> "tuple[dict[str, int], dict[str, int]]":
         """Return the bytes that its options add: per rank on the device, and on the host of all shards of a model."""
         del config
