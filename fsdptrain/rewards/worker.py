@@ -11,10 +11,12 @@ import signal
 import sys
 import threading
 from concurrent.futures import Future, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -23,6 +25,7 @@ from fsdptrain.errors import describe
 from fsdptrain.rewards.calls import Outcome, RewardCalls
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_TRIES = 3  # of a call: pebble gives up its pool if a worker ends while it knows of no running call
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -33,19 +36,28 @@ def main(descriptor: int, parent: int) -> None:
     os.set_inheritable(descriptor, False)  # a process of the reward would keep the connection open
     connection, sending = Connection(descriptor), threading.Lock()
     reward, num_workers, timeout = pickle.loads(connection.recv_bytes())
-    pool = _open_pool(reward, num_workers)
+    waiting: SimpleQueue[tuple[int, bytes, int] | None] = SimpleQueue()
 
-    def reply(number: int, future: "Future[Any]") -> None:
+    def receive() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                waiting.put((*pickle.loads(connection.recv_bytes()), _TRIES))
+        waiting.put(None)
+
+    def reply(number: int, samples: bytes, tries: int, future: "Future[Any]") -> None:
+        if isinstance(future.exception(), BrokenProcessPool) and tries > 1:
+            waiting.put((number, samples, tries - 1))
+            return
         with sending, suppress(OSError):
             connection.send_bytes(pickle.dumps((number, _outcomes(future))))
 
-    with suppress(EOFError, OSError):
-        while True:
-            number, samples = pickle.loads(connection.recv_bytes())
-            if not pool.active:  # a worker died while no call was running
-                pool = _open_pool(reward, num_workers)
-            call = pool.schedule(score, args=(reward, samples), timeout=timeout)
-            call.add_done_callback(partial(reply, number))
+    threading.Thread(target=receive, daemon=True).start()
+    pool = _open_pool(reward, num_workers)
+    while call := waiting.get():
+        if not pool.active:
+            pool = _open_pool(reward, num_workers)
+        future = pool.schedule(score, args=(reward, call[1]), timeout=timeout)
+        future.add_done_callback(partial(reply, *call))
     os._exit(0)
 
 

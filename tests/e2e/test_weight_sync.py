@@ -56,7 +56,8 @@ def test_a_weight_sync_reports_its_metrics(checkpoint: Path, tmp_path: Path) -> 
 
 
 def test_a_tensor_that_is_wrong_after_a_later_sync_is_named_at_the_next_one(checkpoint: Path, tmp_path: Path) -> None:
-    more = {"n_samples_per_prompt": 2, "eval_interval": 0, "num_rollout": 5}
+    more = {"n_samples_per_prompt": 4, "eval_interval": 0, "num_rollout": 5, "rollout_max_response_len": 8}
+    more |= {"reward": "tests.e2e.rewards:variety", "reward_workers": 0}
     with pytest.raises(
         RolloutError, match=r"does not hold model.layers.1.mlp.down_proj.weight of version 3, the first"
     ):
