@@ -19,7 +19,9 @@ def eval_sampling(config: Config) -> SamplingParams:
         num_samples=config.run.n_samples_per_eval_prompt,
         temperature=config.run.eval_temperature,
         seed=config.rollout.seed + _EVAL_SEED,
-        top_p=1.0, top_k=-1, min_p=0.0,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
     )
 
 
