@@ -38,8 +38,9 @@ class InThread:
                 raise RolloutError(f"{self.reward.where}: the run has ended")
             [scored] = self._threads.run([score])
         if isinstance(scored, Exception):
-            scored = [self.reward.late if isinstance(scored, DeadlineError) else reason(scored)] * len(calls)
-        future.set_result(scored)
+            future.set_result([self.reward.late if isinstance(scored, DeadlineError) else reason(scored)] * len(calls))
+        else:
+            future.set_result(scored)
         return future
 
     def abandon(self) -> None: ...

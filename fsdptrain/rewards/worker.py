@@ -41,7 +41,8 @@ def main(descriptor: int, parent: int) -> None:
     def receive() -> None:
         with suppress(EOFError, OSError):
             while True:
-                waiting.put((*pickle.loads(connection.recv_bytes()), _TRIES))
+                number, samples = pickle.loads(connection.recv_bytes())
+                waiting.put((number, samples, _TRIES))
         waiting.put(None)
 
     def reply(number: int, samples: bytes, tries: int, future: "Future[Any]") -> None:

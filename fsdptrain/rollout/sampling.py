@@ -34,7 +34,7 @@ def uniform_stream(seed: int, prompt_id: str, sample_index: int, count: int) -> 
 def sampling_params(config: Config, **changes: Any) -> SamplingParams:
     """The sampling parameters of rollouts, with `changes`."""
     rollout = config.rollout
-    values = {
+    values: dict[str, Any] = {
         "num_samples": config.algorithm.n_samples_per_prompt,
         "max_tokens": rollout.max_response_len,
         "temperature": rollout.temperature,
