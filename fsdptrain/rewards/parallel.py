@@ -162,7 +162,8 @@ def _finished(runner: Runner, calls: Sequence[Call]) -> Iterator[tuple[list[int]
             yield pending.pop(future), future.result()
         except queue.Empty:  # an async call blocks its event loop, or no process starts
             runner.abandon()
-            yield from ((job, [runner.reward.late] * len(job)) for job in pending.values())
+            for job in pending.values():
+                yield job, [runner.reward.late] * len(job)
             return
         except CancelledError as error:
             raise RolloutError(f"{runner.reward.where}: the run has ended") from error

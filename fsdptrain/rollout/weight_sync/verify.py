@@ -89,7 +89,7 @@ class WeightVerifier:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _report(self, otherwise: Sequence[str], unread: int, num_sent: int) -> None:
+    def _report(self, otherwise: list[str], unread: int, num_sent: int) -> None:
         if self._is_first and otherwise:
             log.info(
                 "%s: the engine stores %d of %d tensors in another layout or dtype, e.g. %s: their values are compared",
