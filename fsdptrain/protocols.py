@@ -62,47 +62,12 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class CheckedEngine(RolloutEngine, Protocol):
-    """Additional methods that --verify-weight-sync needs; a custom engine may leave them out. None is collective."""
+    """Additional method that --verify-weight-sync needs; a custom engine may leave it out. Not collective."""
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, Mapping[str, int]]:
         """`checksum` (rollout/weight_sync/checksum.py) of the tensors that the engine computes with, by the names of
-        `update_weights`. Leaves out the `names` that it cannot read."""
-        ...
-
-    def cached_tokens(self) -> int:
-        """Prompt tokens that the last `generate` took from the prefix cache of an earlier one."""
-        ...
-
-
-class ReplicaGoneError(Exception):
-    """A replica is dead. It answers no request before it has taken weights again."""
-
-
-class EngineReplica(Protocol):
-    """One of several copies of the model that an engine serves. They are verified at the same time, each by one
-    thread."""
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        ...
-
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int] | None:
-        """As of `CheckedEngine`; None if another rank reads this replica. Raises ReplicaGoneError."""
-        ...
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]: ...
-
-    def cached_tokens(self) -> int: ...
-
-
-@runtime_checkable
-class ReplicatedEngine(RolloutEngine, Protocol):
-    """An engine with several copies of the model, which --verify-weight-sync verifies one by one."""
-
-    def replicas(self) -> Sequence[EngineReplica]:
-        """The replicas that this rank verifies: at least one, the same number on every rank. Each is used by a thread
-        of its own, all at the same time. Not collective."""
+        `update_weights`, for each copy of the model that this rank reads. Leaves out the `names` that it cannot read.
+        """
         ...
 
 
@@ -142,16 +107,6 @@ class FeatureEngine(RolloutEngine, Protocol):
     """Engine whose model needs hooks of features, such as images in prompts."""
 
     def use_features(self, features: Features) -> None: ...
-
-
-@runtime_checkable
-class CountingEngine(RolloutEngine, Protocol):
-    """Engine that may receive less than all bytes of the weights."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that a replica received in the last weight sync, the largest number. Rank 0 knows it."""
-        ...
 
 
 @runtime_checkable

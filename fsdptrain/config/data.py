@@ -137,9 +137,8 @@ class RewardConfig(Section):
     """Stop if more than this fraction of a rollout's samples could not be scored."""
     reward_timeout: Annotated[float | None, NEUTRAL, GENERATES] = Field(default=None, gt=0.0)
     """Deadline of one --reward call; of a reward of lists, for all samples of a rank. The sample is then unscored, and
-    its process is killed and replaced. The run ends if late calls and crashes of all rewards cost a rank half of
-    --dist-timeout, divided by 1 + --max-staleness, in one rollout. Default: 300, or less if --dist-timeout requires it.
-    [s]"""
+    its process is killed and replaced. The run ends if late calls of all rewards cost a rank half of --dist-timeout,
+    divided by 1 + --max-staleness, in one rollout. Default: 300, or less if --dist-timeout requires it. [s]"""
     reward_workers: Annotated[int | None, NEUTRAL, GENERATES] = Field(default=None, ge=0)
     """Processes per rank and per --reward. 0: none; the trainer calls it, and cannot kill a call. Default: the cores of
     the machine divided by its ranks, at most 8. Async rewards have none. [processes]"""

@@ -191,7 +191,7 @@ class Keywords(TypedDict, total=False):
     eval_temperature: float
     eval_greedy: bool
     profile_steps: str | None
-    verify_weight_sync: Literal["every", "first", "off"] | None
+    verify_weight_sync: bool
     log_to: str | list[str]
     log_project: str
     log_run_name: str | None

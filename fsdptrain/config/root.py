@@ -212,11 +212,6 @@ class Config(BaseModel):
         return any(section.engine_has_own_devices for section in self.sections)
 
     @property
-    def inexact_engine(self) -> str:
-        """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
-        return next(filter(None, (section.inexact_engine for section in self.sections)), "")
-
-    @property
     def trains_zero_advantage(self) -> str:
         """Option because of which samples with advantage 0 are computed like all others, or "" if they are skipped."""
         loss = LOSS_OPTIONS.get(self.algorithm.loss)  # custom losses are unknown

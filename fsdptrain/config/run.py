@@ -1,7 +1,7 @@
 """Sections of the run: length, evaluation, checkpoints, loggers and processes."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -63,9 +63,9 @@ class RunConfig(Section):
     profile_steps: str | None = Field(default=None, pattern=r"^[1-9]\d*(:[1-9]\d*)?$")
     """Steps to profile, FIRST:LAST, counted from 1, e.g. 3:5. Each rank writes a trace of torch's profiler to
     output_dir/profile, and on a GPU a memory snapshot. Default: none."""
-    verify_weight_sync: Literal["every", "first", "off"] | None = None
-    """Check after every weight sync, or the first one, that the engine holds the trainer's weights and computes the
-    same logprobs; stop the run if not. Default: every, if the engine supports it."""
+    verify_weight_sync: bool = True
+    """Check after the first weight sync, and after those that follow a suspicious mismatch/abs_mean, that the engine
+    holds the trainer's weights; stop the run if not."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         first, last = profiled(self.profile_steps)

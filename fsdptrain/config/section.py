@@ -86,11 +86,6 @@ class Section(BaseModel):
         """Whether its options give tokens an advantage, or the loss a term, to learn from without rewards."""
         return False
 
-    @property
-    def inexact_engine(self) -> str:
-        """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
-        return ""
-
     def problems(self, config: "Config") -> Iterator[Problem]:
         """Yield one line for each invalid combination that rules of fields cannot state."""
         del config

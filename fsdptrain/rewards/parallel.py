@@ -2,20 +2,19 @@
 
 import logging
 import os
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+import queue
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 
 from fsdptrain.config import Config
 from fsdptrain.cores import usable_cores
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.build import Component, WeightedSum
 from fsdptrain.rewards.calls import Call, Outcome, RewardCalls, check_signature
 from fsdptrain.rewards.functions import environment, exact, format_tags
-from fsdptrain.rewards.local import EventLoop, InProcess
-from fsdptrain.rewards.patience import Patience
+from fsdptrain.rewards.local import EventLoop, InThread
 from fsdptrain.rewards.pool import CannotLoadError, ProcessPool
 from fsdptrain.rewards.values import WRONG, RewardResult, to_result
 from fsdptrain.types import Prompt
@@ -25,17 +24,35 @@ log = logging.getLogger(__name__)
 FAST = (environment, exact, format_tags)  # rewards that neither hang nor take longer than a message to a process
 DEFAULT_TIMEOUT_S = 300.0
 MAX_WORKERS = 8  # by default; each may import torch or load a model
-Runner = ProcessPool | EventLoop | InProcess
+Runner = ProcessPool | EventLoop | InThread
+
+
+class LostTime:
+    """Time of one rollout that late calls have taken: of a call in one of eight processes, an eighth of its timeout."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit  # for all rewards of a rank [s]
+        self.seconds, self.num_calls = 0.0, 0
+
+    def add(self, reason: str, seconds: float) -> None:
+        """Count a late call. Raises RolloutError if the rollout has lost too much."""
+        self.seconds, self.num_calls = self.seconds + seconds, self.num_calls + 1
+        if self.seconds >= self.limit:
+            raise RolloutError(
+                f"--reward: {self.num_calls} late calls in one rollout took {self.seconds:.0f} s, and other ranks wait "
+                f"no longer than {self.limit:g} s for that; last: {reason}; give it its own time limit, lower "
+                "--reward-timeout, or raise --dist-timeout"
+            )
 
 
 class ParallelReward:
-    """A reward for all samples of a rank at once. Close it to end its processes and threads.
+    """A reward for all samples of a rank at once, from any thread. Close it to end its processes and threads.
 
     Args:
         num_workers: processes per component; 0: none
         timeout: of one call [s]
-        patience: total time that hung calls and crashes of all components may take in one rollout, because other ranks
-            wait for this rank [s]
+        patience: total time that late calls of all components may take in one rollout, because other ranks wait for
+            this rank [s]
     """
 
     def __init__(
@@ -43,13 +60,9 @@ class ParallelReward:
     ) -> None:
         self.reward = reward
         self._timeout = timeout
-        self._patience = Patience(patience)
+        self._patience = patience
         components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
         self._runners: list[Runner] = []
-        self._closed = False
-        self._changed = threading.Condition()  # guards `_waiting` and `_is_running`
-        self._waiting: list[tuple[Sequence[Call], Future[list[Outcome]]]] = []
-        self._is_running = False
         with ExitStack() as stack:
             stack.callback(self.close)
             for component in components:
@@ -61,15 +74,17 @@ class ParallelReward:
         if calls.is_async:
             return EventLoop(calls)
         if not num_workers or component.function in FAST:
-            return InProcess(calls)
+            return InThread(calls)
         try:
             return ProcessPool(calls, num_workers)
         except CannotLoadError as error:
-            return _without_processes(calls, error)
+            fix = "define it in a module that can be imported to run it in processes"
+            line = "%s runs in the trainer's process, one call at a time, because no other process can load it: %s; %s"
+            log.warning(line, calls.where, error, fix)
+            return InThread(calls)
 
     def close(self) -> None:
         """End a `run` of another thread, too."""
-        self._closed = True
         for runner in self._runners:
             runner.close()
 
@@ -80,13 +95,12 @@ class ParallelReward:
         does not fit, or if a reward returns a value of a wrong type.
         """
         lines: list[str] = []
-        for index, runner in enumerate(self._runners):
+        for runner in self._runners:
             for prompt in prompts:
                 check_signature(runner.reward, prompt)
             if not call or not prompts or _is_ours(runner.reward.function):
                 continue
-            self._patience.begin()
-            [outcome] = self._run(index, [(prompts[0], "")])
+            [outcome] = _run(runner, [(prompts[0], "")], LostTime(self._patience))
             if isinstance(outcome, str):
                 line = f"{runner.reward.where}, called with the first row and an empty response: {outcome}"
                 if WRONG in outcome and outcome.removeprefix("TypeError: ").startswith("the reward returned"):
@@ -95,41 +109,12 @@ class ParallelReward:
         return lines
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Score the samples, in order; a text says why a sample is unscored. Raises RolloutError.
-
-        Any thread may call it. Samples of threads that wait meanwhile are scored together afterwards.
-        """
-        outcomes: Future[list[Outcome]] = Future()
-        with self._changed:
-            self._waiting.append((calls, outcomes))
-            self._changed.wait_for(lambda: outcomes.done() or not self._is_running)
-            if outcomes.done():
-                return outcomes.result()
-            self._is_running, together, self._waiting = True, self._waiting, []
-        try:
-            self._run_together(together)
-        finally:
-            with self._changed:
-                self._is_running = False
-                self._changed.notify_all()
-        return outcomes.result()
-
-    def _run_together(self, together: Sequence[tuple[Sequence[Call], Future[list[Outcome]]]]) -> None:
-        try:
-            found = iter(self._run_all([call for calls, _ in together for call in calls]))
-        except BaseException as error:  # noqa: BLE001  # each thread raises it
-            for _, outcomes in together:
-                outcomes.set_exception(error)
-        else:
-            for calls, outcomes in together:
-                outcomes.set_result([next(found) for _ in calls])
-
-    def _run_all(self, calls: Sequence[Call]) -> list[Outcome]:
-        self._patience.begin()
+        """Score the samples, in order; a text says why a sample is unscored. Raises RolloutError."""
+        lost = LostTime(self._patience)
         outcomes: list[Outcome] = [""] * len(calls)
         parts: dict[int, list[RewardResult]] = {index: [] for index in range(len(calls))}
-        for runner in range(len(self._runners)):
-            for index, outcome in zip([*parts], self._run(runner, [calls[index] for index in parts]), strict=True):
+        for runner in self._runners:
+            for index, outcome in zip([*parts], _run(runner, [calls[index] for index in parts], lost), strict=True):
                 if isinstance(outcome, str):  # other rewards need not score it
                     outcomes[index] = outcome
                     del parts[index]
@@ -138,20 +123,6 @@ class ParallelReward:
         for index, results in parts.items():
             outcomes[index] = self._combine(results)
         return outcomes
-
-    def _run(self, index: int, calls: Sequence[Call]) -> list[Outcome]:
-        runner = self._runners[index]
-        self._patience.answered()
-        if runner.reward.function in FAST:
-            return [outcome for call in calls for outcome in runner.reward.run([call])]
-        try:
-            return runner.run(calls, self._patience)
-        except CannotLoadError as error:
-            runner.close()
-            self._runners[index] = runner = _without_processes(runner.reward, error)
-            if self._closed:  # meanwhile
-                runner.close()
-            return runner.run(calls, self._patience)
 
     def _combine(self, results: Sequence[RewardResult]) -> Outcome:
         if not isinstance(self.reward, WeightedSum):
@@ -162,11 +133,40 @@ class ParallelReward:
             return str(error)
 
 
-def _without_processes(calls: RewardCalls, error: CannotLoadError) -> InProcess:
-    fix = "define it in a module that can be imported to run it in processes"
-    line = "%s runs in the trainer's process, one call at a time, because no other process can load it: %s; %s"
-    log.warning(line, calls.where, error, fix)
-    return InProcess(calls)
+def _run(runner: Runner, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
+    """Score the samples by one reward, in order."""
+    if runner.reward.function in FAST:
+        return [outcome for call in calls for outcome in runner.reward.run([call])]
+    outcomes: dict[int, Outcome] = {}
+    for job, scored in _finished(runner, calls):
+        outcomes |= zip(job, scored, strict=True)
+        if scored[0] == runner.reward.late:
+            lost.add(f"{scored[0]} (prompt {calls[job[0]][0].id!r})", runner.reward.timeout / runner.num_calls)
+    return [outcomes[index] for index in range(len(calls))]
+
+
+def _finished(runner: Runner, calls: Sequence[Call]) -> Iterator[tuple[list[int], list[Outcome]]]:
+    """Start all calls. Yields the indices and the outcomes of the samples of each, as they finish."""
+    pending: dict[Future[list[Outcome]], list[int]] = {}
+    finished: queue.SimpleQueue[Future[list[Outcome]]] = queue.SimpleQueue()
+    for job in runner.reward.jobs(range(len(calls))):
+        future = runner.schedule([calls[index] for index in job])
+        if future.done():
+            yield job, future.result()
+        else:
+            pending[future] = job
+            future.add_done_callback(finished.put)
+    while pending:
+        try:
+            future = finished.get(timeout=runner.reward.timeout + runner.grace)
+            yield pending.pop(future), future.result()
+        except queue.Empty:  # an async call blocks its event loop, or no process starts
+            runner.abandon()
+            for job in pending.values():
+                yield job, [runner.reward.late] * len(job)
+            return
+        except CancelledError as error:
+            raise RolloutError(f"{runner.reward.where}: the run has ended") from error
 
 
 def _where(component: Component) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fsdptrain.algo.correct import is_correct
 from fsdptrain.config import Config
 from fsdptrain.distributed import sum_over_ranks
+from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.types import Metrics, Sample, SamplingParams
 
 _EVAL_SEED = -1  # no rollout of training uses it; all evaluations draw the same numbers
@@ -13,11 +14,14 @@ _EVAL_SEED = -1  # no rollout of training uses it; all evaluations draw the same
 
 def eval_sampling(config: Config) -> SamplingParams:
     """The sampling parameters of every evaluation of a run."""
-    return SamplingParams(
+    return sampling_params(
+        config,
         num_samples=config.run.n_samples_per_eval_prompt,
-        max_tokens=config.rollout.max_response_len,
         temperature=config.run.eval_temperature,
         seed=config.rollout.seed + _EVAL_SEED,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
     )
 
 

@@ -5,13 +5,16 @@ the batch or the order, except through rounding of the logits. Gumbel noise woul
 """
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdptrain.config import Config
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
+from fsdptrain.types import SamplingParams
 
 _BLOCK = 128  # vocabulary entries per block of the two-level search
 _MAX_ELEMENTS = 2**25  # logits that are sampled at once: 128 MiB for each float32 copy
@@ -26,6 +29,21 @@ def uniform_stream(seed: int, prompt_id: str, sample_index: int, count: int) -> 
     name = f"{seed}/{sample_index}/{prompt_id}"
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def sampling_params(config: Config, **changes: Any) -> SamplingParams:
+    """The sampling parameters of rollouts, with `changes`."""
+    rollout = config.rollout
+    values: dict[str, Any] = {
+        "num_samples": config.algorithm.n_samples_per_prompt,
+        "max_tokens": rollout.max_response_len,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k or -1,
+        "min_p": rollout.min_p,
+        "seed": rollout.seed,
+    }
+    return SamplingParams(**values | changes)
 
 
 def seed_of(seed: int, prompt_id: str, index: int) -> int:

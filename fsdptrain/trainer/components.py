@@ -38,7 +38,6 @@ from fsdptrain.protocols import (
 from fsdptrain.rewards.build import WeightedSum, build_reward
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout import choose_engine, engine_factory
-from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
@@ -145,7 +144,7 @@ def build_components(
             is_agent = environment is not None and environment.is_agent
             background = open_background(config, engine, stack, has_deadlines=is_agent)
             stack.callback(engine.close)
-            weight_sync = build_weight_sync(config, engine, backend, tokenizer)
+            weight_sync = build_weight_sync(config, engine, backend)
             sampler = build_sampler(inputs.config, tokenizer, engine, rewards, environment)
             if isinstance(sampler, Closing):
                 stack.callback(sampler.close)
@@ -289,16 +288,11 @@ def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
             require_no_fallback(found)
 
 
-def build_weight_sync(
-    config: Config, engine: RolloutEngine, backend: PolicyBackend, tokenizer: PreTrainedTokenizerBase
-) -> WeightSync:
-    """Connect the backend to the engine. Raises ConfigError on all ranks if the engine cannot be verified."""
-    with raise_on_all_ranks(ConfigError, "--verify-weight-sync"):
-        positions = max_positions(backend.model)
-        verifier = build_verifier(config, engine, backend, tokenizer, max_positions=positions)
+def build_weight_sync(config: Config, engine: RolloutEngine, backend: PolicyBackend) -> WeightSync:
+    """Connect the backend to the engine."""
     if isinstance(engine, FeatureEngine):
         engine.use_features(backend.features)
-    return WeightSync(engine, backend, verifier)
+    return WeightSync(engine, backend, build_verifier(config, engine))
 
 
 def open_rewards(

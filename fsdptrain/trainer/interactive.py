@@ -7,10 +7,10 @@ from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.components import Components
 from fsdptrain.trainer.samples.single_turn import response_text
 from fsdptrain.trainer.samples.source import own_share
-from fsdptrain.types import SamplingParams
 
 
 def generate_texts(
@@ -28,15 +28,9 @@ def generate_texts(
     if num_samples < 1:
         raise ConfigError(f"generate(num_samples={num_samples}) must be 1 or more")
     with raise_on_all_ranks(ConfigError, "generate"):
-        sampling = SamplingParams(
-            num_samples=num_samples,
-            max_tokens=config.rollout.max_response_len if max_tokens is None else max_tokens,
-            temperature=config.rollout.temperature if temperature is None else temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k or -1,
-            min_p=config.rollout.min_p,
-            seed=seed,
-        )
+        options = {"max_tokens": max_tokens, "temperature": temperature}
+        changes = {name: value for name, value in options.items() if value is not None}
+        sampling = sampling_params(config, num_samples=num_samples, seed=seed, **changes)
         rows = [
             Row(str(number), prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
             for number, prompt in enumerate(prompts)

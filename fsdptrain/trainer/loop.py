@@ -191,6 +191,8 @@ class TrainingLoop:
             trained = self._optimize(steps, tokens)
             self.step += 1
             self._update_reference()
+            if self._weight_sync is not None:
+                self._weight_sync.observe(trained)
             self._push_weights()  # to the engine, then verify
             self._start_rollouts()
         self._finish_step(rollout, steps, kl_metrics | trained, begin)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 SERVER_ENGINE = "vllm-server"
 DESCRIBE_S = 120.0  # for a server to describe itself: it inspects its whole machine first
-LOSSY_ENGINE_ARGS = ("quantization", "kv_cache_dtype")  # the engine computes other numbers on purpose
-EXACT_VALUES = (None, "auto", "bfloat16", "float16", "float32")  # of these
 
 _SERVERS = Requires(f"rollout_engine={SERVER_ENGINE}")
 _STARTED = IdleWith("rollout_urls", fix="these servers run already, remove it")
@@ -51,11 +49,6 @@ class VllmConfig(Section):
     @property
     def engine_has_own_devices(self) -> bool:
         return bool(self.urls) or self.num_servers is not None
-
-    @property
-    def inexact_engine(self) -> str:
-        lossy = [name for name in LOSSY_ENGINE_ARGS if self.engine_args.get(name) not in EXACT_VALUES]
-        return f"--rollout-engine-args {lossy[0]}" if lossy else ""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if config.rollout.engine == SERVER_ENGINE and bool(self.urls) == (self.num_servers is not None):

@@ -72,7 +72,6 @@ class VLLMEngine:
         self.policy_version = 0
         self._sleeps = bool(options.get("enable_sleep_mode"))
         self._has_weights = False
-        self._cached_tokens = 0
         fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
         self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
@@ -171,7 +170,6 @@ class VLLMEngine:
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         requests = self._submit(prompts, sampling, priority=-1 if self._prioritizes else 0)
         self._run(lambda: all(request.future.done() for request in requests))
-        self._cached_tokens = sum(request.cached_tokens for request in requests)
         return [request.future.result() for request in requests]
 
     def _run(self, until: Callable[[], bool]) -> None:
@@ -202,13 +200,9 @@ class VLLMEngine:
         if not self._has_weights:
             raise RolloutError("vLLM has no weights: call update_weights first, also after sleep()")
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, Mapping[str, int]]:
         """Of the layers that vLLM computes with; tensors that cannot be read are left out."""
-        return self._llm.apply_model(lambda model: checksums(model, names, kind))[0]
-
-    def cached_tokens(self) -> int:
-        """Includes prompts of the last `generate` that share a prefix with each other."""
-        return self._cached_tokens
+        return {"the engine": self._llm.apply_model(lambda model: checksums(model, names, kind))[0]}
 
     def sleep(self) -> None:
         """Free weights and cache on a GPU. `update_weights` must come before the next `generate`.
@@ -263,7 +257,7 @@ def _generate_for_all_ranks(
 ) -> list[Completion]:
     """Completions of this rank's `prompts`, from an engine that all `ranks` call with all their prompts. Collective.
 
-    Prompts of several ranks, as the probe of --verify-weight-sync, are generated once.
+    Equal prompts of several ranks are generated once.
     """
     shares: list[list[Prompt]] = [[]] * dist.get_world_size(ranks)
     plain = [replace(prompt, text="", label=None, metadata={}, images=None) for prompt in prompts]

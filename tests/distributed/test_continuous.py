@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -308,24 +308,3 @@ def test_only_tokens_within_the_staleness_are_trained() -> None:
     assert mixed.loss_mask == [False, False, True, False, True]
     assert not any(old.loss_mask)
     assert [s.loss_mask for s in without_stale_tokens([sample, whole], 3)] == [mask, mask]
-
-
-def test_rewards_of_threads_that_wait_are_computed_together_and_each_gets_its_own() -> None:
-    first, sizes = threading.Event(), []
-
-    def by_list(prompts: list[Prompt], responses: list[str]) -> list[float]:
-        sizes.append(len(responses))
-        first.wait(30)
-        return [float(response) for response in responses]
-
-    prompt = Prompt("p", [1], "")
-    with closing(in_process(by_list)) as reward, ThreadPoolExecutor(8) as threads:
-        found = [threads.submit(reward.run, [(prompt, str(i)), (prompt, str(i + 0.5))]) for i in range(8)]
-        end = time.monotonic() + 60
-        while len(reward._waiting) < 7:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        first.set()
-        rewards = [[outcome.reward for outcome in future.result(30)] for future in found]
-    assert rewards == [[i, i + 0.5] for i in range(8)]
-    assert sizes == [2, 14]

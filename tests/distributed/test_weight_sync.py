@@ -19,6 +19,6 @@ def test_the_verification_names_each_fault(tmp_path: Path, name: str, bf16: bool
     zoo.build(name).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     options = {**contract.OPTIONS, "hf_checkpoint": str(tmp_path), "bf16": bf16, "rollout_engine": "hf"}
-    [(outcomes, differences)] = spawn(1, plant_faults, options, tries, FaultyTransfer(), timeout=300)
+    [outcomes] = spawn(1, plant_faults, options, tries, FaultyTransfer(), timeout=300)
     assert len(outcomes) == tries
-    require_named(outcomes, differences, bound=0.1 if bf16 else 1e-5)
+    require_named(outcomes)

@@ -55,6 +55,22 @@ def hanging(config: Any, **kwargs: Any) -> Hanging:
     return Hanging(build_hf_engine(config, **kwargs))
 
 
+class Corrupting(Recording):
+    """From version 2 on it doubles a tensor that it gets."""
+
+    def update_weights(self, weights: Any, policy_version: int) -> None:
+        victim = "model.layers.1.mlp.down_proj.weight" if policy_version >= 2 else ""
+        doubled = ((name, 2 * tensor if name == victim else tensor) for name, tensor in weights)
+        super().update_weights(doubled, policy_version)
+
+    def checksums(self, *args: Any) -> Any:
+        return self._engine.checksums(*args)
+
+
+def corrupting(config: Any, **kwargs: Any) -> Corrupting:
+    return Corrupting(build_hf_engine(config, **kwargs))
+
+
 class InFlight(Recording):
     """The embedded engine, in threads of its own: between two updates of weights, never across one."""
 

@@ -14,7 +14,6 @@ from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.agreement import build as build_engine
 from tests.agreement import difference
-from tests.testing import tiny_tokenizer
 
 LONG = Prompt("long", [5 + i % 200 for i in range(300)], "")  # more than two blocks of the prefix cache
 PROMPTS = [Prompt("a", [9, 8, 7], ""), Prompt("b", [20] * 17, ""), LONG]
@@ -25,9 +24,9 @@ OPTIONS: dict[str, Any] = {
 
 
 def colocated(model: Path, **more: Any) -> dict[str, Any]:
-    """Of a small run with vLLM in the trainer's process, whose probe fills a block of the cache."""
+    """Of a small run with vLLM in the trainer's process."""
     own = {"hf_checkpoint": str(model), "rollout_engine": "vllm", "rollout_kv_cache_gib": 0.05}
-    return {**OPTIONS, **own, "max_tokens_per_gpu": 1024, **more}
+    return {**OPTIONS, **own, **more}
 
 
 def build(options: dict[str, Any]) -> tuple[FSDPBackend, Any]:
@@ -38,11 +37,11 @@ def build(options: dict[str, Any]) -> tuple[FSDPBackend, Any]:
 def build_verified(options: dict[str, Any]) -> tuple[FSDPBackend, Any, WeightVerifier]:
     """The same, with a verifier of their weight syncs."""
     backend, engine = build(options)
-    return backend, engine, verifier_of(options, engine, backend)
+    return backend, engine, verifier_of(options, engine)
 
 
-def verifier_of(options: dict[str, Any], engine: Any, backend: FSDPBackend) -> WeightVerifier:
-    verifier = build_verifier(Config(**options), engine, backend, tiny_tokenizer())
+def verifier_of(options: dict[str, Any], engine: Any) -> WeightVerifier:
+    verifier = build_verifier(Config(**options), engine)
     assert verifier is not None
     return verifier
 

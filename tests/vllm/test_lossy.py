@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.types import Completion, Prompt, SamplingParams
+from tests.agreement import difference
 from tests.testing import spawn
 from tests.vllm import contract, models
 from tests.vllm.faults import FaultyTransfer, sync
@@ -56,51 +57,32 @@ def test_drafted_tokens_have_the_distribution_and_the_logprobs_of_the_model(tmp_
     assert found.mean().abs() < 5 * found.std() / len(found) ** 0.5
 
 
-def lossy(folder: Path, args: dict[str, Any], victim: str, bf16: bool) -> tuple[list[float], str, str]:
-    """The differences of three syncs; the errors after a stale tensor, and after other weights in the engine."""
-    options = contract.colocated(folder, rollout_engine_args=args, bf16=bf16, verify_weight_sync="every")
+def lossy(folder: Path, args: dict[str, Any], victim: str, bf16: bool) -> tuple[float, str]:
+    """The difference of the engine from the trainer, and the error after a stale tensor."""
+    options = contract.colocated(folder, rollout_engine_args=args, bf16=bf16)
     backend, engine, verifier = contract.build_verified(options)
-    transfer, differences = FaultyTransfer(), []
+    transfer = FaultyTransfer()
     for version in range(3):
         sync(backend, engine, verifier, version, transfer)
-        differences.append(verifier.metrics()["weight_sync/logprob_abs_diff"])
+    apart = difference(backend, contract.PROMPTS, engine.generate(contract.PROMPTS, contract.SAMPLING))
     with pytest.raises(RolloutError) as stale:
         sync(backend, engine, verifier, 3, transfer, "stale", victim)
-    update = engine.update_weights
-
-    def update_and_break(weights: Any, version: int) -> None:
-        update(weights, version)
-        engine._llm.apply_model(_scale_norms)
-
-    engine.update_weights = update_and_break
-    with pytest.raises(RolloutError) as broken:
-        sync(backend, engine, verifier, 4, transfer)
     engine.close()
-    return differences, str(stale.value), str(broken.value)
-
-
-def _scale_norms(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.mul_(-30.0)
+    return apart, str(stale.value)
 
 
 VICTIM = "model.layers.1.mlp.up_proj.weight"
 
 
-def test_of_a_quantized_engine_the_tensors_that_it_received_are_compared_and_logprobs_show_the_rest(tmp_path):
+def test_of_a_quantized_engine_the_tensors_that_it_received_are_compared(tmp_path):
     """vLLM on a CPU quantizes no weights while it loads them: this method leaves the layers of a dense model alone."""
     args, folder = {"quantization": "int8_per_channel_weight_only"}, models.save("tied", tmp_path)
-    [(differences, stale, broken)] = spawn(1, lossy, folder, args, VICTIM, True, timeout=300)
-    assert max(differences) < 0.05
+    [(_, stale)] = spawn(1, lossy, folder, args, VICTIM, True, timeout=300)
     assert f"does not hold {VICTIM} of version 3" in stale
-    assert "logprobs of the engine and of the trainer differ by" in broken, "checksums do not show it"
-    assert "that --rollout-engine-args quantization explains" in broken
 
 
 def test_a_quantized_cache_leaves_the_comparison_of_the_weights_exact(tmp_path):
     folder, args = models.save("tied", tmp_path), {"kv_cache_dtype": "fp8"}
-    [(differences, stale, broken)] = spawn(1, lossy, folder, args, VICTIM, False, timeout=300)
-    assert all(1e-5 < difference < 0.1 for difference in differences)
+    [(apart, stale)] = spawn(1, lossy, folder, args, VICTIM, False, timeout=300)
+    assert 1e-5 < apart < 1.0
     assert f"does not hold {VICTIM} of version 3" in stale
-    assert "norm" in broken, "the first tensor that differs is named"

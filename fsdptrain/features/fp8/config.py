@@ -38,10 +38,6 @@ class Fp8Config(Section):
     def generates(self) -> bool:
         return "rollout" in self.fp8
 
-    @property
-    def inexact_engine(self) -> str:
-        return f"--fp8 {' '.join(self.fp8)}" if self.fp8 else ""
-
     def for_export(self) -> Self:
         return type(self)()  # the weights are stock, and the machine may have no such products
 

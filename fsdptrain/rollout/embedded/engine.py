@@ -87,14 +87,11 @@ class HFEngine:
             made.update(zip(chunk, self._generate_chunk(prompts, limits, chunk, sampling, stop), strict=True))
         return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, Mapping[str, int]]:
         """All `names` can be read: the replica has the trainer's names."""
         weights = self.model.state_dict()
-        return finish_checksums({name: start_checksum(weights[name], kind) for name in weights if name in names})
-
-    def cached_tokens(self) -> int:
-        """Always 0: no cache outlives its chunk."""
-        return 0
+        sums = finish_checksums({name: start_checksum(weights[name], kind) for name in weights if name in names})
+        return {"the engine": sums}
 
     def sleep(self) -> None:
         """Free the weights. `generate` raises until the next `update_weights`."""

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from fsdptrain.protocols import CountingEngine, RolloutEngine, TrainBackend
+from fsdptrain.protocols import RolloutEngine, TrainBackend
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier
 from fsdptrain.types import Metrics
 
@@ -35,13 +35,16 @@ class WeightSync:
             with span("check"):
                 self._verifier.verify(version)
 
+    def observe(self, trained: Metrics) -> None:
+        """Take the metrics of a rollout's optimizer steps, which are the same on all ranks."""
+        if self._verifier:
+            self._verifier.observe(trained.get("mismatch/abs_mean", 0.0))
+
     def metrics(self, version: int) -> Metrics:
         """Metrics of the sync of `version` on this rank; empty if `version` was not pushed."""
         if self._pushed != version:
             return {}
-        engine = self._engine  # a server may get less: sparse deltas
-        sent = engine.sent_bytes if isinstance(engine, CountingEngine) else self._nbytes or None
-        metrics = {} if sent is None else {"weight_sync/bytes": float(sent)}
+        metrics = {"weight_sync/bytes": float(self._nbytes)} if self._nbytes else {}
         return metrics | (self._verifier.metrics() if self._verifier else {})
 
     def _push(self, version: int) -> None:

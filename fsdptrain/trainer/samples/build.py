@@ -16,13 +16,14 @@ from fsdptrain.feature import Features
 from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rewards.build import reads_environment
 from fsdptrain.rewards.parallel import ParallelReward
+from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.rules import selection_rules, shaping_rule
 from fsdptrain.trainer.samples.background import Background
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
 from fsdptrain.trainer.timeline import Timeline
-from fsdptrain.types import Prompt, SamplingParams
+from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
     from fsdptrain.trainer.evaluation import Evaluation
@@ -115,19 +116,10 @@ def build_source(
 
         return SftSource.of(config, stream, builders)
     assert sampler is not None, "reinforcement learning has an engine"
-    sampling = SamplingParams(
-        num_samples=config.algorithm.n_samples_per_prompt,
-        max_tokens=config.rollout.max_response_len,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k or -1,
-        min_p=config.rollout.min_p,
-        seed=config.rollout.seed,
-    )
     values: dict[str, Any] = {
         "stream": stream,
         "sampler": features.wrap_sampler(sampler),
-        "sampling": features.sampling(sampling),
+        "sampling": features.sampling(sampling_params(config)),
         "features": features,
         "num_prompts": config.rollout.batch_size,
         "num_shown": config.log.num_samples,

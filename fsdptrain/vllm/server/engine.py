@@ -7,9 +7,8 @@ Rank 0 pushes new weights to all servers (fleet.py); every rank generates the co
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.stacks import StackDump
-from fsdptrain.types import Completion, Prompt, SamplingParams
+from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 from fsdptrain.vllm.adapter import write_adapter
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
 from fsdptrain.vllm.options import routes_of, sampling_options
@@ -30,7 +29,7 @@ from fsdptrain.vllm.server.dispatcher import Dispatcher
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.fleet import Fleet
 from fsdptrain.vllm.server.push import Weights
-from fsdptrain.vllm.server.replica import ServerReplica
+from fsdptrain.vllm.server.replica import checksums_of
 from fsdptrain.vllm.server.weight_files import WeightFolder
 
 _FLAG = "--rollout-engine vllm-server"
@@ -111,7 +110,9 @@ class VLLMServerEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
-        return self._generate_now(prompts, sampling)[0]
+        dispatcher = self._dispatcher()
+        self._show_progress()  # stays armed: if this rank hangs later, its stacks show where
+        return self._run(dispatcher, prompts, sampling, **({"priority": -1} if self._prioritize else {}))
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Like `generate`, from any thread. A weight sync pauses the requests; they keep their tokens and continue."""
@@ -127,34 +128,20 @@ class VLLMServerEngine:
                 self._shared = dispatcher
             self._num_in_flight += 1
         try:
-            return self._run(dispatcher, prompts, sampling, first=first)[0]
+            return self._run(dispatcher, prompts, sampling, first=first)
         finally:
             with self._changed:
                 self._num_in_flight -= 1
 
-    def replicas(self) -> list[ServerReplica]:
-        """The servers that this rank verifies: ranks share them, or several ranks send the probe to the same one.
-
-        All checksums of a rank have one deadline. Each pair of rank and server has its own cache salt, so that the
-        probe only hits cached prefixes of earlier probes with the same salt.
-        """
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, dict[str, int]]:
+        """By URL, of the servers that this rank reads: ranks share them. A server that is dead is left out."""
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         clients = [client for client in self.clients if client.url in self._ready]
         deadline = Deadline(self.response_timeout)
-        return [
-            ServerReplica(
-                client := clients[i % len(clients)],
-                self.loop,
-                partial(self._generate_now, cache_salt=f"verify-{rank}-{self.clients.index(client)}"),
-                deadline if i < len(clients) else None,
-            )
-            for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
-        ]
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that a server has read or received in the last weight sync, the largest number. Rank 0 knows it."""
-        return 0 if self.fleet is None else self.fleet.sent_bytes
+        read = {
+            client.url: checksums_of(client, self.loop, names, kind, deadline) for client in clients[rank::num_ranks]
+        }
+        return {url: sums for url, sums in read.items() if sums is not None}
 
     def sleep(self) -> None:
         """Servers have their own devices and keep weights and cache."""
@@ -224,20 +211,6 @@ class VLLMServerEngine:
                 self._is_syncing = False
                 self._changed.notify_all()
 
-    def _generate_now(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        preferred: str | None = None,
-        cache_salt: str | None = None,
-    ) -> tuple[list[Completion], list[Generation]]:
-        """preferred: URL of the server to use while it is up. cache_salt: separates their prefix cache."""
-        dispatcher = self._dispatcher(preferred=preferred)
-        self._show_progress()  # stays armed: if this rank hangs later, its stacks show where
-        options = {"cache_salt": cache_salt, **({"priority": -1} if self._prioritize else {})}
-        return self._run(dispatcher, prompts, sampling, **options)
-
     def _run(
         self,
         dispatcher: Dispatcher,
@@ -246,11 +219,11 @@ class VLLMServerEngine:
         *,
         first: int | None = None,
         **options: Any,
-    ) -> tuple[list[Completion], list[Generation]]:
+    ) -> list[Completion]:
         """first: see `Dispatcher.run`."""
         rows = [(prompt, index) for prompt in prompts for index in range(sampling.num_samples)]
         if not rows:
-            return [], []
+            return []
         if self._takes_adapters:
             options["model"] = dispatcher.tag
         requests = [
@@ -264,11 +237,10 @@ class VLLMServerEngine:
         with self._pointing_to_stacks():
             work = dispatcher.run(requests, per_group=sampling.num_samples, first=_rank() if first is None else first)
             generations = self.loop.run(work)
-        completions = [
+        return [
             _completion(prompt, generation, with_routes=sampling.with_routes)
             for (prompt, _), generation in zip(rows, generations, strict=True)
         ]
-        return completions, generations
 
     def _dispatcher(self, **options: Any) -> Dispatcher:
         if self._tag is None:

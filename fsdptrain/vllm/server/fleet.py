@@ -277,7 +277,7 @@ class Fleet:
 
         async def restore(client: VLLMClient) -> None:
             await push(client, weights, push_by, keep_requests=self._keep_requests)
-            if self._config.run.verify_weight_sync != "off":
+            if self._config.run.verify_weight_sync:
                 await require_weights(client, weights, push_by)
             await client.post("/resume", timeout=deadline.left)
 

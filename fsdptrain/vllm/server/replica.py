@@ -1,18 +1,17 @@
-"""What the verification of a weight sync reads from one server: checksums of its weights, and its prefix cache."""
+"""What the verification of a weight sync reads from one server: checksums of its weights."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import ReplicaGoneError
 from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, SentTensors, classify
-from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
+from fsdptrain.types import ChecksumKind
 from fsdptrain.vllm.server.client import (
     Deadline,
-    Generation,
     ServerGoneError,
     ServerRefusedError,
     ServerSilentError,
@@ -21,55 +20,27 @@ from fsdptrain.vllm.server.client import (
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.push import Weights
 
+log = logging.getLogger(__name__)
+
 _HEALTH_S = 5.0
 
-Generate = Callable[..., tuple[list[Completion], list[Generation]]]
 
-
-class ServerReplica:
-    """The copy of the model that one server holds."""
-
-    def __init__(self, client: VLLMClient, loop: EventLoop, generate: Generate, deadline: Deadline | None) -> None:
-        """`deadline` is that of `checksums`; None if another rank reads them."""
-        self.name = client.url
-        self._client = client
-        self._loop = loop
-        self._generate = generate
-        self._deadline = deadline
-        self._cached_tokens = 0
-
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int] | None:
-        """None if another rank reads them. ReplicaGoneError if the server is dead; RolloutError if it is healthy, but
-        too slow or not reachable on this route."""
-        if self._deadline is None:
+def checksums_of(
+    client: VLLMClient, loop: EventLoop, names: Collection[str], kind: ChecksumKind, deadline: Deadline
+) -> dict[str, int] | None:
+    """None if the server is dead. RolloutError if it is healthy, but too slow or not reachable on this route."""
+    try:
+        return loop.run(read_checksums(client, names, kind, deadline))
+    except ServerGoneError as error:
+        if not loop.run(client.is_healthy(timeout=_HEALTH_S)):
+            log.warning("%s; its weights are not verified", error)
             return None
-        try:
-            return self._loop.run(read_checksums(self._client, names, kind, self._deadline))
-        except ServerGoneError as error:
-            if not self._loop.run(self._client.is_healthy(timeout=_HEALTH_S)):
-                raise ReplicaGoneError(str(error)) from None
-            hint = "its weights cannot be read; --verify-weight-sync off continues without verification"
-            if isinstance(error, ServerSilentError):
-                hint = "raise --weight-sync-timeout"
-            raise RolloutError(f"{error}, though it is healthy: {hint}") from None
-        except ServerRefusedError as error:
-            raise RolloutError(str(error)) from None
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        completions, generations = self._generate(prompts, sampling, preferred=self._client.url)
-        if others := {generation.url for generation in generations} - {self._client.url}:
-            self.name = f"{self._client.url} (it went down: {', '.join(sorted(others))} answered the probe)"
-        cached = [generation.cached_tokens for generation in generations]
-        if None in cached:
-            raise RolloutError(
-                f"{self.name} does not report cached tokens: start it with --enable-prompt-tokens-details, or skip the "
-                "verification with --verify-weight-sync off"
-            )
-        self._cached_tokens = sum(filter(None, cached))
-        return completions
-
-    def cached_tokens(self) -> int:
-        return self._cached_tokens
+        hint = "its weights cannot be read; --no-verify-weight-sync continues without verification"
+        if isinstance(error, ServerSilentError):
+            hint = "raise --weight-sync-timeout"
+        raise RolloutError(f"{error}, though it is healthy: {hint}") from None
+    except ServerRefusedError as error:
+        raise RolloutError(str(error)) from None
 
 
 async def read_checksums(

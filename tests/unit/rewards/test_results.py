@@ -64,14 +64,6 @@ def test_a_reward_that_exits_ends_its_call_and_not_the_run() -> None:
     assert (results.first_error or "").startswith("SystemExit: 0 (test_results.py:")
 
 
-def test_an_interrupt_is_raised() -> None:
-    def interrupted(_prompt: Prompt, _text: str) -> float:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compute_rewards(in_process(interrupted), [PROMPT], [""])
-
-
 def test_too_many_unscored_samples_stop_the_run_with_the_first_reason() -> None:
     results = compute_rewards(in_process(failing), [PROMPT] * 4, ["1", "none", "1", "1"])
     assert check_failed_rewards(results, max_unscored_fraction=0.25) == 1

@@ -4,35 +4,19 @@ import asyncio
 import ctypes
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from fsdptrain.types import Prompt
 
-HANGS = ("regex", "deaf", "starts a process", "600", "late", "stubborn", "blocks")
 
-
-def obedient(prompt: Prompt, response: str) -> float | None:  # noqa: C901
+def obedient(prompt: Prompt, response: str) -> float | None:
     if response == "regex":  # holds the GIL
         os.write(1, b"hangs\n")
         re.fullmatch(r"(a*)*b", "a" * 60)
-    if response == "deaf":
-        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL})
-        time.sleep(600)
-    if response == "starts a process":
-        Path(prompt.metadata["path"]).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
-        time.sleep(600)
-    if response == "leaves a process":
-        os.system("sleep 600 &")
-        os._exit(3)
     if response == "_exit":
         os._exit(3)
-    if response == "real-time signal":
-        os.kill(os.getpid(), signal.SIGRTMIN + 5)
     if response == "segfault":
         ctypes.string_at(0)
     if response == "exit":
@@ -56,30 +40,6 @@ def sleeps(prompt: Prompt, response: str) -> float:
             calls.write(f"{os.getpid()}\n")
     time.sleep(float(response))
     return float(response)
-
-
-class LoadedBy:
-    """A reward with a process, by default the second one, that ends while it loads the reward."""
-
-    def __init__(self, path: str, ends: int = 2) -> None:
-        self.path = path
-        self.ends = ends
-
-    def __call__(self, prompt: Prompt, response: str) -> float | None:
-        return obedient(prompt, response)
-
-    def __reduce__(self) -> Any:
-        return _load, (self.path, self.ends)
-
-
-def _load(path: str, ends: int) -> LoadedBy:
-    with open(path, "a") as loads:
-        loads.write("x")
-        number = loads.tell()
-    if number == ends:
-        os._exit(1)
-    time.sleep(0.5 * (ends == 1))  # others are still loading when the first one ends
-    return LoadedBy(path, ends)
 
 
 class Unloadable:

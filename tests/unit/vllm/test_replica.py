@@ -8,11 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsdptrain.types import SamplingParams
-from fsdptrain.vllm.server.client import Deadline, Generation, ServerGoneError, VLLMClient
-from fsdptrain.vllm.server.event_loop import EventLoop
+from fsdptrain.vllm.server.client import Deadline, ServerGoneError
 from fsdptrain.vllm.server.push import Weights
-from fsdptrain.vllm.server.replica import ServerReplica, read_checksums, require_weights
+from fsdptrain.vllm.server.replica import read_checksums, require_weights
 from tests.event_loop import run_in_loop
 from tests.tensors import checksum
 from tests.unit.vllm.scripted_server import ANSWERS, ScriptedServer
@@ -54,16 +52,6 @@ def test_a_restarted_server_with_other_weights_is_rejected(monkeypatch, weights,
     server = server_with(monkeypatch, sent() | {name: sent(1)[name]})
     with pytest.raises(ServerGoneError, match=f"{server.client.url} was restarted and does not hold {name} as"):
         run_in_loop(require_weights(server.client, weights, Deadline(60.0)))
-
-
-def test_a_probe_that_another_server_answers_is_not_taken_for_that_of_the_first():
-    generations = [Generation(url, [1], [-1.0], "stop", ["run/1"], None, 0) for url in ("http://a:1", "http://b:1")]
-    loop = EventLoop()
-    replica = ServerReplica(VLLMClient("http://a:1"), loop, lambda *_, **__: ([], generations), None)
-    assert replica.name == "http://a:1"
-    replica.generate([], SamplingParams(num_samples=1, max_tokens=1, temperature=0.0))
-    loop.close()
-    assert replica.name == "http://a:1 (it went down: http://b:1 answered the probe)"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its
 
 
 def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(models, urls, alone, tmp_path, monkeypatch):
-    """For example the probe of --verify-weight-sync, which would otherwise wait for nearly a whole rollout."""
+    """For example an evaluation, which would otherwise wait for nearly a whole rollout."""
     options = cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path), max_staleness=1)
     engine = build({**options, "mismatch_correction": "tis"})
     try:
