@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from fsdptrain.cgroup import cgroup_files
+from fsdptrain.cores import cgroup_files
 from fsdptrain.errors import ConfigError
 from fsdptrain.overrides import overridable
 from fsdptrain.rank_variables import RankVariables, read_rank_variables

@@ -9,6 +9,7 @@ from fsdptrain.errors import ConfigError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves its error for the process that started it
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+OUR_RESTART_COUNT = "FSDPTRAIN_RESTART_COUNT"  # set by the fsdptrain command
 RUN_ID = "TORCHELASTIC_RUN_ID"  # --rdzv-id; the same after a restart
 LAUNCHER_PID = "FSDPTRAIN_LAUNCHER_PID"  # set for ranks started by the fsdptrain command
 _REMEDY = "start with torchrun, which sets it, or unset RANK to train in one process"
@@ -23,6 +24,11 @@ class RankVariables:
     master_addr: str
     master_port: int
     store_of_agent: bool  # torchrun's agent listens at master_addr:master_port, not rank 0
+    max_restarts: int = 0  # of torchrun
+
+    @property
+    def keeps_store_over_restarts(self) -> bool:
+        return self.store_of_agent and self.max_restarts > 0 and self.local_world_size < self.world_size
 
 
 def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVariables | None:
@@ -32,26 +38,19 @@ def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVari
     """
     if "RANK" not in environment:
         return None
-    found = RankVariables(
-        rank=_integer(environment, "RANK"),
-        world_size=_integer(environment, "WORLD_SIZE", low=1),
-        local_rank=_integer(environment, "LOCAL_RANK", default="0"),
-        local_world_size=_integer(environment, "LOCAL_WORLD_SIZE", low=1, default="1"),
+    world_size = _integer(environment, "WORLD_SIZE", low=1)
+    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", low=1, high=world_size, default="1")
+    local_ranks = local_world_size if "LOCAL_WORLD_SIZE" in environment else sys.maxsize
+    return RankVariables(
+        rank=_integer(environment, "RANK", high=world_size - 1),
+        world_size=world_size,
+        local_rank=_integer(environment, "LOCAL_RANK", high=local_ranks - 1, default="0"),
+        local_world_size=local_world_size,
         master_addr=_text(environment, "MASTER_ADDR"),
         master_port=_integer(environment, "MASTER_PORT", low=1, high=65535),
         store_of_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        max_restarts=_integer(environment, "TORCHELASTIC_MAX_RESTARTS", default="0"),
     )
-    problem = None
-    if found.rank >= found.world_size:
-        problem = f"RANK={found.rank} in the environment must be below WORLD_SIZE={found.world_size}"
-    elif found.local_world_size > found.world_size:
-        problem = f"LOCAL_WORLD_SIZE={found.local_world_size} in the environment is above WORLD_SIZE={found.world_size}"
-    elif "LOCAL_WORLD_SIZE" in environment and found.local_rank >= found.local_world_size:
-        bound = f"LOCAL_WORLD_SIZE={found.local_world_size}"
-        problem = f"LOCAL_RANK={found.local_rank} in the environment must be below {bound}"
-    if problem is not None:
-        raise ConfigError(f"{problem}: {_REMEDY}")
-    return found
 
 
 def has_fsdptrain_launcher() -> bool:
@@ -60,7 +59,7 @@ def has_fsdptrain_launcher() -> bool:
 
 def restart_count() -> int:
     """Count the restarts so far. torchrun counts them for each machine, not for the run."""
-    return _integer(os.environ, RESTART_COUNT, default="0")
+    return _integer(os.environ, OUR_RESTART_COUNT if has_fsdptrain_launcher() else RESTART_COUNT, default="0")
 
 
 def _text(environment: Mapping[str, str], name: str, default: str = "") -> str:
@@ -75,6 +74,6 @@ def _integer(
 ) -> int:
     text = _text(environment, name, default)
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
-        bounds = f"from {low} to {high}" if high < sys.maxsize else f"of at least {low}"
+        bounds = f"from {low} to {high}" if high < sys.maxsize - 1 else f"of at least {low}"
         raise ConfigError(f"{name}={text} in the environment must be an integer {bounds}: {_REMEDY}")
     return int(text)

@@ -95,24 +95,19 @@ def _write_error_file(path: Path, failure: Failure) -> bool:
 
 def root_cause(exits: Mapping[int, ProcessFailure]) -> Failure:
     """The failure that explains the others. exits: by rank, at least one."""
-    return min((_ranked(rank, found) for rank, found in exits.items()), key=lambda one: one[:2])[2]
+    return min((_ranked(rank, failed) for rank, failed in exits.items()), key=lambda one: one[:2])[2]
 
 
-def _ranked(rank: int, found: ProcessFailure) -> tuple[int, float, Failure]:
+def _ranked(rank: int, failed: ProcessFailure) -> tuple[int, float, Failure]:
     """(order, time, failure). A rank that dies without an error file explains errors of those that miss it."""
-    fields = found.error_file_data.get(_FIELDS)
-    failure = Failure(**fields) if fields else _without_error_file(rank, found.exitcode)
-    if fields:
+    code = failed.exitcode
+    if fields := failed.error_file_data.get(_FIELDS):
+        failure = Failure(**fields)
         return (4 if failure.is_consequence else 2), failure.time, failure
-    if found.exitcode == -signal.SIGTERM:  # ended by the agent after the failure of another rank
-        return 5, rank, failure
-    aborted = found.exitcode == -signal.SIGABRT  # e.g. by a C++ watchdog after losing another rank
-    return (3 if aborted else 0 if found.exitcode < 0 else 1), rank, failure
-
-
-def _without_error_file(rank: int, code: int) -> Failure:
     if code >= 0:
-        return Failure(0.0, f"rank {rank} exited with code {code} without an error message", code, is_reported=False)
+        text = f"rank {rank} exited with code {code} without an error message"
+        return 1, rank, Failure(0.0, text, code, is_reported=False)
     name = signal.Signals(-code).name
     hint = "; the host may be out of memory: see dmesg, use fewer --nproc-per-node" if name == "SIGKILL" else ""
-    return Failure(0.0, f"rank {rank} was killed by {name}{hint}", 2, is_reported=False)
+    order = {"SIGTERM": 5, "SIGABRT": 3}.get(name, 0)  # ended by the agent; by a C++ watchdog after losing another rank
+    return order, rank, Failure(0.0, f"rank {rank} was killed by {name}{hint}", 2, is_reported=False)

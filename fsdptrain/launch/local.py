@@ -6,10 +6,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -18,7 +17,7 @@ from fsdptrain.cores import usable_cores
 from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.launch.failures import Failure, root_cause
 from fsdptrain.launch.stop import ForwardStop
-from fsdptrain.rank_variables import LAUNCHER_PID, RESTART_COUNT
+from fsdptrain.rank_variables import LAUNCHER_PID, OUR_RESTART_COUNT
 
 _SHUTDOWN_TIMEOUT_S = 10  # [s] between SIGTERM and SIGKILL
 
@@ -32,12 +31,15 @@ def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
     launch, command = config.launch, ["-m", module, *argv]
     stop = ForwardStop(grace_period=launch.grace_period)
+    logging.disable(logging.CRITICAL)  # the agent's table of failures; one line is reported instead
     try:
-        with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch, _agent_log_disabled(), stop:
+        with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch, stop:
             logs = _open_logs(launch.log_dir, scratch)
             failure = _run_attempts(command, logs, nproc, launch.max_restarts, stop)
     except SignalException as error:
         return 128 + (stop.signal or int(error.sigval))
+    finally:
+        logging.disable(logging.NOTSET)
     if stop.signal is not None and (failure is None or not failure.is_reported):
         return 128 + stop.signal
     if failure is None:
@@ -52,22 +54,21 @@ def _run_attempts(
     command: Sequence[str], logs: DefaultLogsSpecs, nproc: int, max_restarts: int, stop: ForwardStop
 ) -> Failure | None:
     """Run until success or the last allowed attempt. Returns None if the last attempt succeeded."""
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    config = _launch_config(nproc, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", logs)
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     attempt = 0
     while True:
-        failure = _run_once(command, _launch_config(nproc, run_id, _Attempt(logs, attempt)))
-        if failure is None or attempt == max_restarts or not failure.restartable or stop.signal:
+        os.environ[OUR_RESTART_COUNT] = str(attempt)  # the agent treats every attempt as the first
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            failure = root_cause(error.failures)
+        else:
+            return None
+        if attempt == max_restarts or not failure.restartable or stop.signal:
             return failure
         attempt += 1
         sys.stderr.write(f"fsdptrain: {failure.text}; restart {attempt} of {max_restarts}\n")
-
-
-def _run_once(command: Sequence[str], launch: LaunchConfig) -> Failure | None:
-    try:
-        elastic_launch(launch, sys.executable)(*command)
-    except ChildFailedError as error:
-        return root_cause(error.failures)
-    return None
 
 
 def _launch_config(nproc: int, run_id: str, logs: LogsSpecs) -> LaunchConfig:
@@ -89,24 +90,6 @@ def _launch_config(nproc: int, run_id: str, logs: LogsSpecs) -> LaunchConfig:
     )
 
 
-class _Attempt(LogsSpecs):
-    """Log files and environment of restart attempt n. The agent treats every attempt as the first."""
-
-    def __init__(self, logs: DefaultLogsSpecs, attempt: int) -> None:
-        super().__init__()
-        self._logs = logs
-        self._attempt = attempt
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for variables in envs.values():
-            variables.update({RESTART_COUNT: str(self._attempt), LAUNCHER_PID: str(os.getpid())})
-        return self._logs.reify(envs)
-
-    @property
-    def root_log_dir(self) -> str:
-        return self._logs.root_log_dir
-
-
 def _open_logs(log_dir: str | None, scratch: str) -> DefaultLogsSpecs:
     """Open log destinations. --log-dir receives all output; the console also shows rank 0."""
     if log_dir is None:
@@ -118,13 +101,3 @@ def _open_logs(log_dir: str | None, scratch: str) -> DefaultLogsSpecs:
     except OSError as error:
         raise ConfigError(f"--log-dir {log_dir} cannot be written ({error.strerror}): choose another folder") from None
     return DefaultLogsSpecs(log_dir, redirects=Std.ALL, tee={0: Std.ALL})
-
-
-@contextmanager
-def _agent_log_disabled() -> Iterator[None]:
-    """Silence the agent's failure table; `start_ranks` reports one line instead."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)

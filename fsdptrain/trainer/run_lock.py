@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -21,8 +21,8 @@ from fsdptrain.rank_variables import restart_count
 log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"  # names the process that holds the lock
-_SEEN = 60.0  # [s] for a network file system to show what rank 0 wrote
-_FREED = 120.0  # [s] for it to free the lock of a machine that died; a lease of NFS is 90 s
+_SEEN_S = 60.0  # for a network file system to show what rank 0 wrote
+_FREED_S = 120.0  # for it to free the lock of a machine that died; a lease of NFS is 90 s
 
 
 @contextmanager
@@ -31,57 +31,59 @@ def lock_folder(config: Config) -> Iterator[None]:
 
     Raises ConfigError on all ranks if another run holds it, or if machines have different folders of this name.
     """
-    folder, patience_s = Path(config.run.output_dir), min(_SEEN, config.launch.dist_timeout / 2)
-    restarted = any_rank(restart_count() > 0)
-    holder = f"host {socket.gethostname()}, pid {os.getpid()}, since {datetime.now().astimezone()}"
-    with ExitStack() as stack:
-        with raise_on_all_ranks(ConfigError, f"--output-dir {folder} cannot be written: choose another"):
-            if dist.get_rank() == 0:
-                stack.enter_context(_held(folder / LOCK_FILE, holder, _FREED if restarted else 0.0))
-        holder = gather(holder)[0]  # with its time, no older run wrote the same
+    folder = Path(config.run.output_dir)
+    path, patience_s = folder / LOCK_FILE, _FREED_S if any_rank(restart_count() > 0) else 0.0
+    holder = gather(f"host {socket.gethostname()}, pid {os.getpid()}, since {datetime.now().astimezone()}")[0]
+    file: TextIO | None = None
+    with raise_on_all_ranks(ConfigError, f"--output-dir {folder} cannot be written: choose another"):
+        if dist.get_rank() == 0:
+            file = _lock(path, holder, time.monotonic() + patience_s)
+    try:
         if config.run.keep_last:  # every rank writes its own part
             with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
-                _require_shared(folder / LOCK_FILE, holder, patience_s)
+                _require_shared(path, holder, min(_SEEN_S, config.launch.dist_timeout / 2))
         yield
+    finally:
+        if file is not None:
+            with suppress(OSError):
+                file.truncate(0)
+                if os.listdir(folder) == [path.name]:  # the run was rejected
+                    path.unlink()
+                    folder.rmdir()
+            file.close()
 
 
-@contextmanager
-def _held(path: Path, holder: str, patience_s: float) -> Iterator[None]:
-    with _open_locked(path, time.monotonic() + patience_s) as file:
+def _lock(path: Path, holder: str, deadline: float) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+")
+    try:
+        while not _is_locked(file):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"--output-dir {path.parent} is in use by another run ({path.read_text() or 'it has just begun'}): "
+                    f"wait for it, or choose another folder; if that machine is gone, delete {path}"
+                )
+            time.sleep(0.5)
         file.truncate(0)
         file.write(holder)
         file.flush()
         os.fsync(file.fileno())  # a network file system may keep it until the file is closed
-        os.register_at_fork(after_in_child=file.close)  # a forked worker that outlives rank 0 would hold the lock
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                file.truncate(0)
-                if os.listdir(path.parent) == [path.name]:  # the run was rejected
-                    path.unlink()
-                    path.parent.rmdir()
+    except (OSError, ConfigError):
+        file.close()
+        raise
+    os.register_at_fork(after_in_child=file.close)  # a forked worker that outlives rank 0 would hold the lock
+    return file
 
 
-def _open_locked(path: Path, deadline: float) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a+")
+def _is_locked(file: TextIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
-        if time.monotonic() < deadline:
-            time.sleep(0.5)
-            return _open_locked(path, deadline)
-        holder = path.read_text() or "it has just begun"
-        raise ConfigError(
-            f"--output-dir {path.parent} is in use by another run ({holder}): wait for it, or choose another folder; "
-            f"if that machine is gone, delete {path}"
-        ) from None
+        return False
     except OSError as error:
         line = "--output-dir %s: its file system has no locks (%s), so two runs in it would not be noticed"
-        log.warning(line, path.parent, error.strerror)
-    return file
+        log.warning(line, os.path.dirname(file.name), error.strerror)
+    return True
 
 
 def _require_shared(path: Path, holder: str, patience_s: float) -> None:

@@ -18,7 +18,10 @@ def meet(fates: list[str]) -> None:
 
     from fsdptrain.errors import CheckpointError
 
-    rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, restarts = (
+        int(os.environ["RANK"]),
+        int(os.environ.get("FSDPTRAIN_RESTART_COUNT", os.environ["TORCHELASTIC_RESTART_COUNT"])),
+    )
     fate = fates[restarts]
     total = torch.ones(())
     dist.all_reduce(total)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.cgroup import cgroup_files
+from fsdptrain.cores import cgroup_files
 from fsdptrain.errors import ConfigError
 from fsdptrain.platform import _check_device, _group_memory, host_memory
 

@@ -20,16 +20,13 @@ def test_variables_are_read():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"RANK": "abc"}, "RANK=abc in the environment must be an integer of at least 0"),
+        ({"RANK": "abc"}, "RANK=abc in the environment must be an integer from 0 to 1"),
         ({"RANK": "9" * 5000}, "RANK=9"),
-        ({"RANK": "-1"}, "RANK=-1 in the environment must be an integer of at least 0"),
-        ({"RANK": "5"}, "RANK=5 in the environment must be below WORLD_SIZE=2"),
+        ({"RANK": "2"}, "RANK=2 in the environment must be an integer from 0 to 1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment must be an integer of at least 1"),
         ({"WORLD_SIZE": ""}, "RANK is set in the environment and WORLD_SIZE is not"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 in the environment must be below LOCAL_WORLD_SIZE=2"),
-        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 in the environment is above WORLD_SIZE=2"),
-        ({"MASTER_ADDR": ""}, "RANK is set in the environment and MASTER_ADDR is not"),
-        ({"MASTER_PORT": ""}, "RANK is set in the environment and MASTER_PORT is not"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 in the environment must be an integer from 0 to 1"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 in the environment must be an integer from 1 to 2"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 in the environment must be an integer from 1 to 65535"),
     ],
 )
