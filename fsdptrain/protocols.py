@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fsdptrain.feature import Features
+    from fsdptrain.fsdp.shard_files import ShardWrite
 
 Naming = Literal["hub", "module"]
 ModelRole = Literal["policy", "reference"]
@@ -146,8 +147,8 @@ class TrainBackend(Protocol):
         """Send the weights to `engine` without `hf_weights`. Returns False if no such path exists."""
         ...
 
-    def save(self, directory: Path, step: int) -> Callable[[], None] | None:
-        """Write a checkpoint. Returns the remaining writes, to run in a thread on every rank, or None if complete."""
+    def save(self, directory: Path, step: int) -> ShardWrite | None:
+        """Write a checkpoint. Returns its shards, which a thread may still be writing, or None."""
         ...
 
     def load(self, directory: Path) -> int:

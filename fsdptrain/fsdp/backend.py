@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Features, load_features
 from fsdptrain.fsdp.build import load_model
-from fsdptrain.fsdp.checkpoint_folder import PendingWrite
 from fsdptrain.fsdp.mesh import build_meshes
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
@@ -38,7 +36,7 @@ from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
 if TYPE_CHECKING:
     from fsdptrain.fsdp.reference import ReferenceBank
-    from fsdptrain.fsdp.staging import Staging
+    from fsdptrain.fsdp.shard_files import HostStager, ShardWrite
     from fsdptrain.fsdp.stash import HostStash
 
 
@@ -78,7 +76,7 @@ class FSDPBackend:
         self._config = config
         self._stash: HostStash | None = None  # parameters moved by `offload`
         self._optimizer_stash: HostStash | None = None
-        self._staging = _build_staging(config)
+        self._stager = _build_stager(config)
         with raise_on_all_ranks(ConfigError, "--optimizer"):
             build = find_optimizer(config.optim)
         self.features = load_features(config, self.checkpoint_path) if features is None else features
@@ -216,28 +214,33 @@ class FSDPBackend:
     def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [local_shard(tensor) for tensor in tensors if tensor.device.type == self.device.type]
 
-    def save(self, directory: Path, step: int) -> PendingWrite | None:
-        """Save into an existing folder (see `CheckpointFolder.write`). With --async-save, return the pending write."""
-        from fsdptrain.fsdp.checkpoint import save_checkpoint, save_reference
+    def save(self, directory: Path, step: int) -> "ShardWrite":
+        """Save into an existing folder (see `CheckpointFolder.write`). With --async-save, shards follow in a thread."""
+        from fsdptrain.fsdp.checkpoint import save_checkpoint
 
         assert not self._is_away, "onload comes before save"
-        kept, identity = self._staging, self.features.checkpoint_identity()
-        rests = [save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=identity, staging=kept)]
-        if self._reference_moved:
-            with self._bank.swapped_into(self._model):
-                rests.append(save_reference(directory, self._model, staging=kept))
-        return partial(_all, [rest for rest in rests if rest is not None]) if kept is not None else None
+        return save_checkpoint(
+            directory,
+            self._model,
+            self._optimizer,
+            step=step,
+            adapter=self.features.checkpoint_identity(),
+            reference=self._bank.tensors(self._model) if self._reference_moved else None,
+            stager=self._stager,
+        )
 
     def load(self, directory: Path) -> int:
         """Load a checkpoint and return its step. Raises CheckpointError."""
-        from fsdptrain.fsdp.checkpoint import has_reference, load_checkpoint, load_reference
+        from fsdptrain.fsdp.checkpoint import load_checkpoint
 
         assert not self._is_away, "onload comes before load"
-        step = load_checkpoint(directory, self._model, self._optimizer, adapter=self.features.checkpoint_identity())
-        self._reference_moved = self._reference is not None and has_reference(directory)
-        if self._reference_moved:
-            with self._bank.swapped_into(self._model):
-                load_reference(directory, self._model)
+        step, self._reference_moved = load_checkpoint(
+            directory,
+            self._model,
+            self._optimizer,
+            adapter=self.features.checkpoint_identity(),
+            reference=None if self._reference is None else self._reference.tensors(self._model),
+        )
         return step
 
     @property
@@ -318,14 +321,9 @@ class FSDPBackend:
         return choose_bank(self._model, self._config, self.features, loaded)
 
 
-def _build_staging(config: Config) -> "Staging | None":
+def _build_stager(config: Config) -> "HostStager | None":
     if not config.run.async_save:
         return None
-    from fsdptrain.fsdp.staging import Staging
+    from fsdptrain.fsdp.shard_files import HostStager
 
-    return Staging(config.launch.dist_timeout)
-
-
-def _all(actions: Sequence[Callable[[], None]]) -> None:
-    for act in actions:
-        act()
+    return HostStager(config.launch.dist_timeout)

@@ -1,8 +1,8 @@
 """The checkpoints of a run: complete folders only, oldest deleted first.
 
 <output_dir>/checkpoints/step_00000050/
-    shards/*.safetensors     model (or only its adapter) and optimizer, by torch.distributed.checkpoint
-    reference/*.safetensors  the reference, if it has changed since the start of the run
+    shards/*.safetensors     model (or only its adapter), optimizer, and the reference if it has changed since the start
+                             of the run, by torch.distributed.checkpoint
     rng-00000.safetensors    random states of rank 0, and so on
     trainer.json             counters, schedule, loss scale, fingerprint of the model
     ...                      files added by the caller of `CheckpointFolder.write`
@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -25,19 +25,24 @@ import torch.distributed as dist
 import xxhash
 
 from fsdptrain.checkpoints import list_checkpoints
-from fsdptrain.distributed import gather, one_line, raise_on_all_ranks
+from fsdptrain.distributed import any_rank, one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from fsdptrain.fsdp.staging import Background
+    from fsdptrain.fsdp.shard_files import FileDigest, ShardWrite
 
 MANIFEST = "manifest.json"
-FileDigest = tuple[int, str]  # bytes, xxh3_128
 _READERS, _BLOCK = 8, 1 << 24  # threads that read files, bytes per read
 logger = logging.getLogger(__name__)
 
-# The rest of a checkpoint write, which a thread may run while training continues. All ranks run it together.
-PendingWrite = Callable[[], None]
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is complete, and gets its name, when its shards are written."""
+
+    shards: "ShardWrite | None"
+    temporary: Path
+    final: Path
 
 
 class CheckpointFolder:
@@ -51,13 +56,13 @@ class CheckpointFolder:
         self.directory = output_dir / "checkpoints"
         self._keep_last = keep_last
         self._timeout_s = timeout_s
-        self._background: Background | None = None
+        self._pending: _Pending | None = None
         self._failure = ""  # message prefix if the last write fails
 
-    def write(self, step: int, save: Callable[[Path], PendingWrite | None]) -> Path | None:
+    def write(self, step: int, save: "Callable[[Path], ShardWrite | None]") -> Path | None:
         """Write the checkpoint of `step`: call `save(folder)` on every rank, sync, rename, delete old ones. Collective.
 
-        If `save` returns a pending write, that and the later steps run in the background; see `check` and `wait`.
+        If `save` returns shards that are written in the background, the later steps follow in `check` or `wait`.
         Checkpoints of later steps are deleted too: the run was resumed from before them, so they are stale.
 
         Returns the folder, or None if --keep-last is 0. Raises on all ranks if it failed on any; older checkpoints are
@@ -72,38 +77,26 @@ class CheckpointFolder:
         with raise_on_all_ranks(CheckpointError, self._failure):
             if dist.get_rank() == 0:
                 self._prepare(temporary)
-        rest = None
+        shards = None
         with raise_on_all_ranks(CheckpointError, self._failure):
-            rest = save(temporary)
-        if rest is not None:
-            from fsdptrain.fsdp.staging import Background
-
-            self._background = Background(partial(self._finish, rest, temporary, final))
-            return final
-        names: list[str] = []
-        with raise_on_all_ranks(CheckpointError, self._failure):
-            names = _file_names(temporary) if dist.get_rank() == 0 else []
-        names = gather(names)[0]
-        with raise_on_all_ranks(CheckpointError, self._failure):
-            own = digests(temporary, names[dist.get_rank() :: dist.get_world_size()])
-        parts = gather(own)
-        with raise_on_all_ranks(CheckpointError, self._failure):
-            if dist.get_rank() == 0:
-                self._publish(temporary, final, {name: found for part in parts for name, found in part.items()})
+            shards = save(temporary)
+        self._pending = _Pending(shards, temporary, final)
+        if shards is None or not shards.in_background:
+            self.wait()
         return final
 
     def check(self) -> None:
-        """Raise on all ranks if a background write has failed on any rank. Collective."""
-        if self._background is not None:
-            with raise_on_all_ranks(CheckpointError, self._failure):
-                self._background.check()
+        """Complete a background write that has ended on all ranks. Raises on all ranks if it failed. Collective."""
+        pending = self._pending
+        if pending is not None and not any_rank(pending.shards is not None and not pending.shards.is_done()):
+            self.wait()
 
     def wait(self) -> None:
-        """Wait for the background write. Raises on all ranks if it failed on any. Collective."""
-        background, self._background = self._background, None
-        if background is not None:
+        """Wait for the background write and complete it. Raises on all ranks if it failed on any. Collective."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
             with raise_on_all_ranks(CheckpointError, self._failure):
-                background.wait(self._timeout_s)
+                self._complete(pending)
 
     def __enter__(self) -> Self:
         return self
@@ -114,18 +107,18 @@ class CheckpointFolder:
         """Wait for background writes. After an error, wait only for this rank and without collectives."""
         if error is None:
             self.wait()
-        elif self._background is not None:
+        elif self._pending is not None:
             try:
-                self._background.wait(self._timeout_s)
+                self._complete(self._pending)
             except Exception as failed:  # noqa: BLE001 - `error` is the reason for the end
-                if one_line(failed) not in str(error):  # `check` may have raised the same error
-                    logger.warning("%s: %s", self._failure, one_line(failed))
+                logger.warning("%s: %s", self._failure, one_line(failed))
 
-    def _finish(self, rest: PendingWrite, temporary: Path, final: Path) -> None:
-        """Complete the write in a thread of each rank. On rank 0 `rest` returns when all ranks have written."""
-        rest()
+    def _complete(self, pending: _Pending) -> None:
+        """Wait for the shards of all ranks; publish on rank 0, which has the digests of all."""
+        written = {} if pending.shards is None else pending.shards.digests(self._timeout_s)
         if dist.get_rank() == 0:
-            self._publish(temporary, final, digests(temporary, _file_names(temporary)))
+            others = [name for name in _file_names(pending.temporary) if name not in written]
+            self._publish(pending.temporary, pending.final, {**written, **digests(pending.temporary, others)})
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, as seen by rank 0. Collective."""
@@ -151,7 +144,7 @@ class CheckpointFolder:
             shutil.rmtree(leftover)
         temporary.mkdir()
 
-    def _publish(self, temporary: Path, final: Path, manifest: Mapping[str, FileDigest]) -> None:
+    def _publish(self, temporary: Path, final: Path, manifest: "Mapping[str, FileDigest]") -> None:
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True))
         sync_tree(temporary)
         temporary.rename(final)
@@ -165,7 +158,7 @@ class CheckpointFolder:
             shutil.rmtree(path)
 
 
-def digests(directory: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+def digests(directory: Path, names: Sequence[str]) -> "dict[str, FileDigest]":
     """Return size and digest of the files `names` below `directory`."""
     with ThreadPoolExecutor(_READERS) as threads:
         return dict(zip(names, threads.map(_digest, [directory / name for name in names]), strict=True))
@@ -198,7 +191,7 @@ def _is_ours(name: Path, folders: Set[str]) -> bool:
     return name.parts[0] in folders if len(name.parts) > 1 else name.suffix in (".json", ".safetensors")
 
 
-def _digest(path: Path) -> FileDigest:
+def _digest(path: Path) -> "FileDigest":
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

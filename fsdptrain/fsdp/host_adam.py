@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from fsdptrain import platform
-from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.fsdp.shards import local_shard, with_shard
 from fsdptrain.fsdp.transfers import Transfers
 
 PIECE = 1 << 24  # elements per copy; a multiple of any vector width, so that splitting changes no bit
@@ -41,9 +40,7 @@ def host_moment(parameter: nn.Parameter) -> Tensor:
     """Return zeros in host memory with the shape and sharding of `parameter`."""
     local = local_shard(parameter)
     host = torch.zeros(local.shape, dtype=local.dtype, device="cpu", pin_memory=platform.has_accelerator())
-    if not isinstance(parameter, DTensor):
-        return host
-    return DTensor(host, parameter._spec, requires_grad=False)  # pyright: ignore  # from_local would move it
+    return with_shard(parameter, host)
 
 
 class HostAdam:

@@ -21,7 +21,7 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.feature import Features
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.fsdp.shards import describe, fingerprint, local_shard
+from fsdptrain.fsdp.shards import describe, fingerprint, local_shard, model_tensors, with_shard
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.structure import reshard
 
@@ -48,6 +48,12 @@ class ReferenceBank:
             banked.copy_(live.to(banked.dtype), non_blocking=True)
         if platform.has_accelerator():
             torch.accelerator.synchronize()  # `model` may change from here on
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return what a checkpoint of the reference holds, sharded like `model`. Outside of `swapped_into`."""
+        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        banked = dict(zip(names, self._bank, strict=True))
+        return {name: with_shard(tensor, banked[name]) for name, tensor in model_tensors(model).items()}
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:

@@ -1,17 +1,18 @@
 """Compare the built model with the transformers config. Any disagreement stops the run before its first step.
 
-Values are read from the modules that compute, not from the config that they were built from.
+Values are read from the modules that compute, not from the config that they were built from. What changes logprobs
+(rotary embeddings, routers) is compared by `parity`.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -22,7 +23,6 @@ from fsdptrain.megatron.cpu_shims import replaced
 from fsdptrain.megatron.groups import owners, process_groups
 from fsdptrain.megatron.model import has_transformer_engine, padded_vocab
 from fsdptrain.model.probes.kernels import Kernel, recurrent_kernels
-from fsdptrain.model.structure import base_model, expert_choice
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -66,7 +66,7 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> B
     config = stock.config
     facts = [*_parameters(model, stock)]
     with raise_on_all_ranks(ConfigError, "--backend megatron"):
-        facts += [*_rotary(model, stock), *_norms(model, config), *_experts(model, config)]
+        facts += _norms(model, config)
         tied = bool(model.share_embeddings_and_output_weights)
         facts.append(Fact("tied head", tied, bool(config.tie_word_embeddings)))
         wrong = list(dict.fromkeys(fact.problem for fact in facts if not fact.agrees))
@@ -112,56 +112,11 @@ def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
     yield Fact("layers", len(set(layers)), config.num_hidden_layers)
 
 
-def _rotary(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
-    """Compare the rotary frequencies with those that transformers computes from its config."""
-    theirs = next((m for name, m in base_model(stock).named_children() if name == "rotary_emb"), None)
-    ours = _rotary_table(model)
-    if theirs is None or ours is None:  # wrapped attention uses the transformers table
-        return
-    with torch.device("cpu"):
-        wanted = cast(Any, type(theirs))(config=stock.config).inv_freq.float()
-    found = ours.float().cpu()
-    same = found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=0)
-    yield Fact("rotary frequencies agree", same, True)
-    if len(found) > 1 and stock.config.rope_parameters["rope_type"] == "default":
-        base = (found[0] / found[1]).item() ** len(found)
-        yield Fact("rotary base", float(f"{base:.4g}"), float(f"{stock.config.rope_parameters['rope_theta']:.4g}"))
-
-
-def _rotary_table(model: "GPTModel") -> Tensor | None:
-    """Return the angles of the second position, from the model or from its latent attention."""
-    holders = [model, *(layer.self_attention for layer in _layers(model))]
-    for table in filter(None, (vars(holder)["_modules"].get("rotary_pos_emb") for holder in holders)):
-        if type(table).__name__ == "YarnRotaryEmbedding":  # its frequencies depend on the length
-            angles = table.get_emb(2)[0][1].flatten()
-            return angles[: len(angles) // 2]
-        return table.inv_freq
-    return None
-
-
 def _norms(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
     for module in model.modules():
         for name in ("eps", "variance_epsilon"):  # names in megatron-core and in most transformers models
             if name in vars(module):
                 yield Fact("eps of norms", float(vars(module)[name]), float(config.rms_norm_eps))
-
-
-def _experts(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
-    choice = expert_choice(config)
-    routers = [module for module in model.modules() if type(module).__name__ == "TopKRouter"]
-    if choice is None:
-        yield Fact("layers with experts", len(routers), 0)
-        return
-    for router in cast(list[Any], routers):
-        yield Fact("experts", router.weight.shape[0], choice.num_experts)
-        yield Fact("experts of a token", router.topk, choice.top_k)
-        if router.score_function == "softmax":
-            yield Fact(
-                "their weights are renormalized",
-                not router.config.moe_router_pre_softmax,
-                config.to_dict().get("norm_topk_prob", True),
-            )
-        yield Fact("balancing of experts", router.routing_type, "none")
 
 
 def _layers(model: "GPTModel") -> list[Any]:

@@ -1,6 +1,5 @@
 """The backend interface that the trainer needs beyond `TrainBackend`, and the backend factory."""
 
-import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,13 @@ from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.overrides import install_overrides
 from fsdptrain.protocols import TrainBackend
+from fsdptrain.registry import Table
 
 log = logging.getLogger(__name__)
+
+BACKENDS = Table[Callable[..., "PolicyBackend"]](
+    {"fsdp": "fsdptrain.fsdp.backend:FSDPBackend", "megatron": "fsdptrain.megatron.backend:MegatronBackend"}
+)
 
 
 class PolicyBackend(TrainBackend, Protocol):
@@ -65,11 +69,9 @@ def build_backend(
     features, before_load: see `FSDPBackend`.
     """
     options: dict[str, Any] = {"total_steps": config.total_optimizer_steps}
-    if config.model.backend == "megatron":
-        return importlib.import_module("fsdptrain.megatron.backend").MegatronBackend(config, **options)
-    from fsdptrain.fsdp.backend import FSDPBackend
-
-    return FSDPBackend(config, **options, features=features, before_load=before_load)
+    if config.model.backend == "fsdp":
+        options |= {"features": features, "before_load": before_load}
+    return BACKENDS[config.model.backend](config, **options)
 
 
 def install_platform_overrides() -> None:

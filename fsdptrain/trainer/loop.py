@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, NumericsError, RolloutError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.shard_files import ShardWrite
 from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
@@ -362,15 +363,15 @@ class TrainingLoop:
         if self._config.sync.offload_train and self.step < self._config.run.num_rollout:
             self._push_weights()
 
-    def _write_state(self, directory: Path) -> Callable[[], None] | None:
-        pending = self._backend.save(directory, self.step)
+    def _write_state(self, directory: Path) -> ShardWrite | None:
+        shards = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
             state |= {"kl_scale": self._kl.scale, "num_updates": self._num_updates}
             if RUN_ID in os.environ:
                 state[RUN_ID] = os.environ[RUN_ID]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
-        return pending
+        return shards
 
     def _resume(self) -> None:
         checkpoint, progress = self._folder.checkpoint, self._folder.progress

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint, save_reference
+from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.reference import ReferenceBank
+from fsdptrain.fsdp.shard_files import HostStager, ShardWrite
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.fsdp.staging import Staging
 from tests.matrix import only
 from tests.testing import spawn
 
@@ -38,7 +39,11 @@ class Watch:
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, args: tuple) -> None:
-        if threading.current_thread().name == "checkpoint" and event == "open" and self._at in str(args[0]):
+        if (
+            threading.current_thread().name.startswith("AsyncCheckpoint")
+            and event == "open"
+            and self._at in str(args[0])
+        ):
             self.was_there.set()
             self.act()
 
@@ -46,24 +51,17 @@ class Watch:
         assert self.may_go_on.wait(60)
 
 
-def saver(model, optimizer, step, bank=None, staging=None):
+def saver(model, optimizer, step, bank=None, stager=None):
     """What a backend does for `CheckpointFolder.write`."""
-
-    def save(folder):
-        rests = [save_checkpoint(folder, model, optimizer, step=step, staging=staging)]
-        if bank is not None:
-            with bank.swapped_into(model):
-                rests.append(save_reference(folder, model, staging=staging))
-        return (lambda: [rest() for rest in rests]) if staging is not None else None
-
-    return save
+    reference = None if bank is None else bank.tensors(model)
+    return partial(save_checkpoint, model=model, optimizer=optimizer, step=step, reference=reference, stager=stager)
 
 
 def write_both_ways(directory: str, options: dict):
     """At once, and in a thread that is held until three more steps have changed all that it writes."""
     model, optimizer = build(**options)
-    bank = ReferenceBank(model)  # differs from the policy, and is swapped into its place to be written
-    staging = Staging(60)
+    bank = ReferenceBank(model)  # differs from the policy
+    stager = HostStager(60)
     at_once, later = (CheckpointFolder(Path(directory) / name, keep_last=2) for name in ("at-once", "later"))
     watch = Watch(FIRST_SHARDS)
     found = []
@@ -73,7 +71,7 @@ def write_both_ways(directory: str, options: dict):
         watch.may_go_on.clear()
         watch.was_there.clear()
         watch.act = watch.hold
-        later.write(step, saver(model, optimizer, step, bank, staging))
+        later.write(step, saver(model, optimizer, step, bank, stager))
         assert watch.was_there.wait(60)
         before = [local_shard(p).clone() for p in model.parameters()]
         bank.copy_from(model)
@@ -95,7 +93,6 @@ def test_its_bytes_are_those_of_one_that_is_written_at_once(tmp_path, world, opt
         assert found == [(True, None, "step_00000003"), (True, "step_00000003", "step_00000006")]
     at_once, later = (files_of(tmp_path / name / "checkpoints") for name in ("at-once", "later"))
     assert at_once.keys() == later.keys()
-    assert any(name.startswith("step_00000006/reference") for name in later)
     manifests = {"step_00000003/manifest.json", "step_00000006/manifest.json"}  # digests: the order in files may differ
     assert {name for name in at_once if at_once[name] != later[name]} <= manifests
 
@@ -123,24 +120,23 @@ def train_on(model, optimizer, folder, save, steps):
 
 def fail_in_the_background(directory: str, failing_rank: int):
     model, optimizer = build()
-    folder, staging = CheckpointFolder(Path(directory), keep_last=1), Staging(60)
-    folder.write(1, saver(model, optimizer, 1, staging=staging))
+    folder, stager = CheckpointFolder(Path(directory), keep_last=1), HostStager(60)
+    folder.write(1, saver(model, optimizer, 1, stager=stager))
     folder.wait()
     if dist.get_rank() == failing_rank:
-        watch = Watch(FIRST_SHARDS if failing_rank else "manifest.json")
+        watch = Watch(FIRST_SHARDS)
 
         def fail():
             raise OSError(28, "No space left on device")
 
         watch.act = fail
     with pytest.raises(CheckpointError) as caught:
-        train_on(model, optimizer, folder, saver(model, optimizer, 2, staging=staging), steps := [])
-    return len(steps), str(caught.value), folder.latest().name, load_checkpoint(folder.latest(), model, optimizer)
+        train_on(model, optimizer, folder, saver(model, optimizer, 2, stager=stager), steps := [])
+    return len(steps), str(caught.value), folder.latest().name, load_checkpoint(folder.latest(), model, optimizer)[0]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_failure_in_the_background_stops_all_ranks_at_the_same_step(tmp_path, failing_rank):
-    """On rank 0 as it writes the manifest, when rank 1 has finished."""
     first, second = spawn(2, fail_in_the_background, str(tmp_path), failing_rank)
     assert first == second
     step, message, latest, loaded = first
@@ -153,11 +149,11 @@ def test_a_failure_in_the_background_stops_all_ranks_at_the_same_step(tmp_path, 
 
 def die_in_the_background(directory: str):
     model, optimizer = build()
-    folder, staging = CheckpointFolder(Path(directory), keep_last=1), Staging(60)
+    folder, stager = CheckpointFolder(Path(directory), keep_last=1), HostStager(60)
     folder.write(1, saver(model, optimizer, 1))
     if dist.get_rank() == 1:
         Watch(FIRST_SHARDS).act = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    folder.write(2, saver(model, optimizer, 2, staging=staging))
+    folder.write(2, saver(model, optimizer, 2, stager=stager))
     try:
         folder.wait()
     except (CheckpointError, RuntimeError) as error:
@@ -167,7 +163,7 @@ def die_in_the_background(directory: str):
 def newest(directory: str):
     model, optimizer = build()
     folder = CheckpointFolder(Path(directory), keep_last=1)
-    step = load_checkpoint(folder.latest(), model, optimizer)
+    step, _ = load_checkpoint(folder.latest(), model, optimizer)
     folder.write(2, saver(model, optimizer, 2))
     return step, sorted(os.listdir(folder.directory))
 
@@ -181,9 +177,9 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(tmp_
 
 def keep_two(directory: str):
     model, optimizer = build()
-    folder, staging = CheckpointFolder(Path(directory), keep_last=2), Staging(60)
+    folder, stager = CheckpointFolder(Path(directory), keep_last=2), HostStager(60)
     for step in (1, 2, 3, 2):  # the last: the run was taken back to step 1
-        folder.write(step, saver(model, optimizer, step, staging=staging))  # waits for the one before
+        folder.write(step, saver(model, optimizer, step, stager=stager))  # waits for the one before
     with pytest.raises(ValueError, match="of the loop"), folder:
         raise ValueError("of the loop")
     dist.barrier()
@@ -196,7 +192,7 @@ def test_the_last_k_stay_and_an_error_of_the_loop_waits_for_what_is_being_writte
 
 def never_ready(directory: str):
     folder = CheckpointFolder(Path(directory), keep_last=2, timeout_s=0.2)
-    folder.write(1, lambda _: partial(threading.Event().wait, 30))
+    folder.write(1, lambda _: ShardWrite(None, Future()))
     with pytest.raises(CheckpointError) as caught:
         folder.wait()
     return str(caught.value)

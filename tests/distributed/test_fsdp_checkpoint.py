@@ -20,7 +20,7 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder, digests
 from fsdptrain.fsdp.optimizer import Optimizer
-from fsdptrain.fsdp.staging import Staging
+from fsdptrain.fsdp.shard_files import HostStager
 from tests import zoo
 from tests.matrix import only
 from tests.tensors import same
@@ -76,7 +76,7 @@ def load_and_go_on(directory: str, options: dict):
     train(model, optimizer, range(20, 21))  # another past, to be forgotten
     seed_all(7)
     latest = CheckpointFolder(Path(directory), keep_last=2).latest()
-    assert load_checkpoint(latest, model, optimizer) == 3
+    assert load_checkpoint(latest, model, optimizer) == (3, False)
     loaded = everything(model, optimizer)
     draws = [draw() for _ in range(3)]
     norms = train(model, optimizer, range(3, 6))
@@ -185,7 +185,7 @@ def fail_while_writing(directory: str, failing_rank: int):
     with pytest.raises(CheckpointError) as caught:
         folder.write(2, save)
     latest = folder.latest()
-    return str(caught.value), latest.name, load_checkpoint(latest, model, optimizer)
+    return str(caught.value), latest.name, load_checkpoint(latest, model, optimizer)[0]
 
 
 @pytest.mark.parametrize("failing_rank", only([1], [0, 1]))
@@ -236,12 +236,12 @@ def write_until_killed(directory: str, kill_at: int, pipe, later: bool):
         model, optimizer = build()
         folder = CheckpointFolder(Path(directory), keep_last=1)
         latest = folder.latest()
-        step = 0 if latest is None else load_checkpoint(latest, model, optimizer)
+        step = 0 if latest is None else load_checkpoint(latest, model, optimizer)[0]
         pipe.send(step)
         train(model, optimizer, [step])
-        staging = Staging(60) if later else None
+        stager = HostStager(60) if later else None
         writing = True
-        folder.write(step + 1, lambda path: save_checkpoint(path, model, optimizer, step=step + 1, staging=staging))
+        folder.write(step + 1, lambda path: save_checkpoint(path, model, optimizer, step=step + 1, stager=stager))
         train(model, optimizer, range(20, 23))
         folder.wait()
         pipe.send(operations)
@@ -361,7 +361,7 @@ DAMAGES = [
 
 def loads(folder: str, options: dict):
     model, optimizer = build(**options)
-    return load_checkpoint(Path(folder), model, optimizer) > 0
+    return load_checkpoint(Path(folder), model, optimizer)[0] > 0
 
 
 def refusals(folders: list[str], options: dict):

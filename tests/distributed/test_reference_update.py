@@ -1,5 +1,6 @@
 """An updated reference equals the policy at its update bitwise, also after a resume."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,10 @@ def write(backend: FSDPBackend, directory: str, step: int) -> Path:
     return folder
 
 
+def has_reference(folder: Path) -> bool:
+    return json.loads((folder / "trainer.json").read_text())["has_reference"]
+
+
 def update_and_save(checkpoint: str, directory: str, values: dict) -> tuple[torch.Tensor, ...]:
     """Scores at the update, by both roles; of the reference after one more step; and whether checkpoints hold it."""
     backend = FSDPBackend(config(checkpoint, kl_loss_coef=0.1, **values), total_steps=10)
@@ -56,7 +61,7 @@ def update_and_save(checkpoint: str, directory: str, values: dict) -> tuple[torc
     train(backend)
     trained = scores(backend, "policy")
     after = write(backend, directory, 2)
-    held = torch.tensor([(before / "reference").is_dir(), (after / "reference").is_dir()])
+    held = torch.tensor([has_reference(before), has_reference(after)])
     return policy, reference, trained, scores(backend, "reference"), scores(backend, "policy"), held
 
 
@@ -69,7 +74,7 @@ def load(checkpoint: str, directory: str, values: dict) -> tuple[torch.Tensor, t
     policy = scores(backend, "policy")
     if backend._reference is None:
         return policy, policy, False
-    return policy, scores(backend, "reference"), (write(backend, directory, 3) / "reference").is_dir()
+    return policy, scores(backend, "reference"), has_reference(write(backend, directory, 3))
 
 
 def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:

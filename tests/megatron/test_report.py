@@ -58,20 +58,12 @@ def faults(folder: Path) -> dict[str, str]:
 
     said["a file without it"] = cases.refusal(opened)
 
-    frequencies = model.rotary_pos_emb.inv_freq
-    model.rotary_pos_emb.inv_freq = 500_000.0 ** (-torch.arange(0, 16, 2) / 16)
-    said["rotary base"] = cases.refusal(report)
-    model.rotary_pos_emb.inv_freq = frequencies
-
     model.decoder.layers[1].input_layernorm.eps = 1e-5
     said["eps"] = cases.refusal(report)
     model.decoder.layers[1].input_layernorm.eps = config.rms_norm_eps
 
     gpt_layer_specs.HAVE_TE = True
     said["engine"] = str(has_transformer_engine())
-
-    config.norm_topk_prob = not config.norm_topk_prob
-    said["router"] = cases.refusal(report)
     return said
 
 
@@ -100,6 +92,4 @@ def test_planted_faults_stop_the_run(tmp_path) -> None:
     assert "have no place" in said["an expert that the model lacks"]
     assert "lack" in said["a file without it"]
     assert said["engine"] == "False"  # which would not compute here, though it is installed
-    assert "rotary base is 500000.0, not 10000.0" in said["rotary base"]
     assert "eps of norms is 1e-05, not 1e-06" in said["eps"]
-    assert "their weights are renormalized: " in said["router"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp import checkpoint, checkpoint_folder
+from fsdptrain.fsdp import checkpoint, checkpoint_folder, shard_files
 from fsdptrain.fsdp.checkpoint_folder import MANIFEST, CheckpointFolder
 
 OURS = {"class": "Tiny", "num_parameters": 3, "tensors": "abc"}
@@ -23,9 +23,9 @@ def group() -> Iterator[None]:
         yield
 
 
-def save(folder: Path) -> None:
-    checkpoint._write_shards(folder / checkpoint._SHARDS, {"model.a": torch.arange(4.0), "model.b": torch.ones(2)})
+def save(folder: Path) -> shard_files.ShardWrite:
     checkpoint.write_state(folder, step=3, model=OURS, optimizer={})
+    return shard_files.write_shards(folder / "shards", {"model.a": torch.arange(4.0), "model.b": torch.ones(2)})
 
 
 def written(directory: Path) -> Path:
@@ -44,9 +44,9 @@ def change_state(folder: Path, **values: Any) -> None:
 
 
 def test_tensors_share_files_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 100)
+    monkeypatch.setattr(shard_files, "_FILE_BYTES", 100)
     tensors = {name: torch.zeros(size // 4) for name, size in {"a": 40, "b": 40, "c": 40, "d": 200, "e": 4}.items()}
-    assert checkpoint._file_plan(tensors) == {"a": 1, "b": 1, "c": 1, "d": 2, "e": 3}
+    assert shard_files._file_plan(tensors) == {"a": 1, "b": 1, "c": 1, "d": 2, "e": 3}
 
 
 @pytest.mark.parametrize("name", ["_prepare", "_file_names", "digests", "sync_tree"])
@@ -84,7 +84,7 @@ def shard_of_another(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (newer_format, "has format 99, not 3"),
+        (newer_format, "has format 99, not 4"),
         (other_adapter, r"is of another model \(Tiny, 3 parameters, tensors abc, an adapter of rank 8\)"),
         (changed_shard, r"is broken: shards/.*\.safetensors has changed"),
         (shard_of_another, "is broken: shards/more.safetensors is not in its manifest"),
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_a_remedy(
 def test_tensors_that_cannot_be_read_are_refused_with_the_cause(tmp_path: Path) -> None:
     folder = written(tmp_path)
     with pytest.raises(CheckpointError, match=r"cannot be read \(.*model\.c.*\): .*--resume never"):
-        checkpoint._read_shards(folder / checkpoint._SHARDS, {"model.c": torch.zeros(4)})
+        shard_files.read_shards(folder / "shards", {"model.c": torch.zeros(4)}, remedy="--resume never")
 
 
 def test_broken_random_states_are_refused(tmp_path: Path) -> None:
