@@ -126,9 +126,8 @@ def long_group() -> tuple[list[list[int]], list[list[int]], dict[str, float]]:
     return partial, whole, {"unfinished": unfinished}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_long_group_goes_on_into_a_later_step_and_every_prompt_is_trained_once(num_ranks: int) -> None:
-    for partial, whole, metrics in spawn(num_ranks, long_group):
+def test_a_long_group_goes_on_into_a_later_step_and_every_prompt_is_trained_once() -> None:
+    for partial, whole, metrics in spawn(2, long_group):
         assert [len(groups) for groups in partial] == [WANTED] * STEPS
         assert sorted(label for groups in partial for label in groups) == list(range(WANTED * STEPS))
         assert 1 in partial[3], "the oldest finished group comes first"
@@ -152,9 +151,8 @@ def ages(staleness: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_groups_that_finish_in_time_are_as_old_as_is_allowed_at_most(num_ranks: int) -> None:
-    for found in spawn(num_ranks, ages, 2):
+def test_groups_that_finish_in_time_are_as_old_as_is_allowed_at_most() -> None:
+    for found in spawn(2, ages, 2):
         assert 0 == min(found) < max(found) == 2
 
 
@@ -171,9 +169,8 @@ def dynamic() -> tuple[list[list[int]], dict[str, float], dict[str, Any]]:
         return groups, dict(batch.metrics), made.stream.state_dict()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_groups_without_spread_are_replaced_and_no_prompt_is_lost(num_ranks: int) -> None:
-    for groups, metrics, state in spawn(num_ranks, dynamic):
+def test_groups_without_spread_are_replaced_and_no_prompt_is_lost() -> None:
+    for groups, metrics, state in spawn(2, dynamic):
         kept = [label for step in groups for label in step]
         assert len(kept) == len(set(kept)) == WANTED * STEPS
         assert all(label % 3 for label in kept), "each third row teaches nothing"
@@ -220,10 +217,9 @@ def counted(partial: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("partial", [True, False])
-def test_metrics_of_the_sampler_are_summed_over_the_groups_of_the_step(num_ranks: int, partial: bool) -> None:
-    assert spawn(num_ranks, counted, partial) == [[WANTED] * STEPS] * num_ranks
+def test_metrics_of_the_sampler_are_summed_over_the_groups_of_the_step(partial: bool) -> None:
+    assert spawn(2, counted, partial) == [[WANTED] * STEPS] * 2
 
 
 def test_options_of_continuous_rollouts_are_refused_where_whole_rollouts_are_generated() -> None:

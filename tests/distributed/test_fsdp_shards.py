@@ -35,7 +35,7 @@ def write_after_forward(options: dict):
     return before, after, logits(fresh)
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"cpu_offload": True}])
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"cpu_offload": True}])
 def test_a_write_after_reshard_is_seen_by_the_next_forward(options):
     for before, after, expected in spawn(2, write_after_forward, options):
         assert torch.equal(after, expected)
@@ -53,7 +53,7 @@ def step_after_evaluation(evaluate: bool, options: dict):
     return logits(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}])
 def test_an_optimizer_step_after_an_evaluation_is_seen_by_the_next_forward(options):
     expected, found = (spawn(2, step_after_evaluation, evaluate, options) for evaluate in (False, True))
     assert torch.equal(found[0], expected[0])
@@ -73,7 +73,7 @@ def break_off(options: dict):
     return all(torch.equal(weights[n], kept[n]) for n in weights), expected, logits(model), reference
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}])
 def test_the_policy_is_back_bitwise_after_an_error_within_and_after_a_forward(options):
     for kept, expected, found, reference in spawn(2, break_off, options):
         assert kept

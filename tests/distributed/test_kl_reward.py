@@ -125,7 +125,7 @@ def test_advantages_and_gradient_are_those_of_whole_groups_whatever_the_ranks(es
     assert len(wanted) == 15
     num_tokens = sum(sum(member.loss_mask) for group in groups() for member in group)
     gradients = []
-    for world_size in (1, 2, 4):
+    for world_size in (1, 4):
         results = spawn(world_size, trained, estimator, kl, 1)
         found = {tokens: values for result in results for tokens, values in result[0].items() if tokens != (0,)}
         assert found.keys() == wanted.keys()

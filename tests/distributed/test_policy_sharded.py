@@ -5,7 +5,6 @@ Its gradients are compared with those of the plain model in test_sweep.py.
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -84,10 +83,9 @@ def test_bfloat16_compute_with_float32_shards_passes_the_checks() -> None:
         assert {gradient.dtype for gradient in found.values()} == {torch.float32}
 
 
-def largest_tensor(with_checkpointing: bool) -> tuple[int, float]:
+def largest_tensor() -> tuple[int, float]:
     model = prepare("qwen2")
-    if with_checkpointing:
-        enable_gradient_checkpointing(model)
+    enable_gradient_checkpointing(model)
     shard(model, torch.bfloat16)
     tokens = torch.randint(zoo.VOCAB_SIZE, (LONG,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = plain_batch([tokens], device=CPU)
@@ -96,9 +94,8 @@ def largest_tensor(with_checkpointing: bool) -> tuple[int, float]:
     return watch.numel, sum(p.grad.full_tensor().norm().item() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("with_checkpointing", [False, True])
-def test_all_logits_never_exist_on_the_sharded_model_either(with_checkpointing: bool) -> None:
+def test_all_logits_never_exist_on_the_sharded_model_either() -> None:
     """Where it counts: inside the root's forward, whose head was gathered, and backward."""
-    for numel, norm in spawn(2, largest_tensor, with_checkpointing):
+    for numel, norm in spawn(2, largest_tensor):
         assert norm > 0
         assert LONG * zoo.HIDDEN <= numel < LONG * zoo.VOCAB_SIZE  # activations are seen, logits of a chunk only

@@ -86,7 +86,7 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
 ROUNDED = {"ref_dtype": "bfloat16", "bf16": True}  # the policy is rounded alike when it computes
 
 
-@pytest.mark.parametrize("values", [{}, {"fsdp_cpu_offload": True}, ROUNDED])
+@pytest.mark.parametrize("values", [{"fsdp_cpu_offload": True}, ROUNDED])
 def test_the_reference_is_the_policy_of_the_update_and_is_resumed_bitwise(
     checkpoint: str, tmp_path: Path, values: dict
 ) -> None:

@@ -18,7 +18,6 @@ from fsdptrain.model.loading.materialize import store_in
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.matrix import only
 from tests.testing import spawn
 
 from .sharded import SHARDING
@@ -43,10 +42,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), only([(2, 1), (4, 2)], [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)]))
-def test_gradients_are_those_of_one_process(ranks: int, replicas: int, checkpoints: Path):
-    ways = list(WAYS) if ranks == 2 else ["plain"]
-    for errors in spawn(ranks, _gradient_errors, checkpoints, replicas, ways):
+def test_gradients_are_those_of_one_process(checkpoints: Path):
+    """With replicas: test_laws.py."""
+    for errors in spawn(2, _gradient_errors, checkpoints):
         assert {way: error for way, error in errors.items() if not error < TOLERANCE} == {}
 
 
@@ -72,12 +70,12 @@ def test_experts_that_cannot_be_sharded_are_refused():
         assert "2 experts with 64 columns cannot be sharded over 3 processes: set --fsdp-replicate-size" in message
 
 
-def _sharded(path: Path, replicas: int = 1, *, dtype: torch.dtype = torch.float32, **options: bool) -> PreTrainedModel:
+def _sharded(path: Path, *, dtype: torch.dtype = torch.float32, **options: bool) -> PreTrainedModel:
     model = build_meta_model(path, trust_remote_code=False, attn_implementation="eager").eval()
     options = SHARDING | options
     stored = torch.promote_types(dtype, torch.float32)
     store_in(model, stored)
-    shard_model(model, build_mesh(replicas), compute_dtype=dtype, **options)
+    shard_model(model, build_mesh(1), compute_dtype=dtype, **options)
     load_weights(model, path, strategy="shard", cpu_offload=options["cpu_offload"], dtype=stored)
     return model
 
@@ -107,7 +105,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _gradient_errors(root: Path, replicas: int, ways: list[str]) -> dict[str, float]:
+def _gradient_errors(root: Path) -> dict[str, float]:
     """The largest difference to one process without FSDP, relative to its largest gradient."""
     errors = {}
     for name in ARCHITECTURES:
@@ -117,8 +115,8 @@ def _gradient_errors(root: Path, replicas: int, ways: list[str]) -> dict[str, fl
                 _loss(plain, row).backward()
         expected = {key: p.grad for key, p in plain.named_parameters()}
         scale = max(gradient.abs().max() for gradient in expected.values())
-        for way in ways:
-            model = in_float64(_sharded(root / name, replicas, dtype=torch.float64, **WAYS[way]))
+        for way in WAYS:
+            model = in_float64(_sharded(root / name, dtype=torch.float64, **WAYS[way]))
             with Exact():
                 found = _backward(model)
             assert list(found) == list(expected)

@@ -1,0 +1,293 @@
+"""The laws of a model on a mesh. What N ranks compute, save, export and send is what one rank does; a case is data.
+
+All cases of a mesh size run in one group of ranks. Laws of each:
+
+1. gradients, metrics and weights of optimizer steps are those of one rank with one pack, without the options of the
+   mesh, up to the order of summation,
+2. options that only move or recompute (MEMORY) change no bit of gradients and weights,
+3. a resumed run is bitwise the run that does not stop, in the state that it loads and in its next step; the checkpoint
+   of one rank is loaded bitwise,
+4. the export before training is the checkpoint,
+5. the stream to engines, which gathers the weights, is the export, bit by bit, however large its slices.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.stream import stream_weights
+from fsdptrain.types import LossConfig
+from tests import zoo
+from tests.exact import Exact, backends_in_float64
+from tests.families import tiny
+from tests.tensors import load_files, same
+from tests.testing import spawn, tiny_tokenizer
+
+from .sharded import full, full_state
+from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples, scored
+from .test_moe import with_routes
+
+EXACT = 1e-11  # in float64, of the largest element of a tensor: only the order of summation differs
+ROUNDED = 1e-4  # in float32; a missing or doubled part of a sum would be seen at 0.1
+METRICS = 1e-4  # float32
+NUM_STEPS = 2
+SMALL_PACKS = 96  # several for each rank
+SLICES = (1, 1 << 30)  # bytes
+MEMORY = {"gradient_checkpointing", "gradient_checkpointing_kind", "gradient_checkpointing_every"}
+MEMORY |= {"offload_activations", "offload_optimizer", "offload_optimizer_step", "load_strategy"}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family and changes
+    "dense": ("qwen3", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": zoo.VOCAB_SIZE + 1}),  # uneven
+    "experts": ("qwen3_moe", {"num_experts": 8}),
+    "one expert with biases": ("gpt_oss", {"num_local_experts": 2}),
+    "latent attention": ("deepseek_v3", {}),
+    "recurrent": ("qwen3_next", {}),
+}
+KL = {"kl_loss_coef": 0.1}
+ROUTED = {"router_replay": "rollout", "router_aux_loss_coef": 0.3}
+ADAPTER = {"lora_rank": 4}
+SPLIT = {"tensor_parallel_size": 2}
+DEALT = {"context_parallel_size": 2}
+EXPERTS = {"expert_parallel_size": 2}
+LAYERS = {"gradient_checkpointing": True, "gradient_checkpointing_every": 2, "offload_activations": True}
+OPTIMIZER = {"offload_optimizer": True, "offload_optimizer_step": "device"}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    mesh: dict[str, Any] = field(default_factory=dict)  # options that must not change a number
+    values: dict[str, Any] = field(default_factory=lambda: KL)  # options of one rank too
+    is_exact: bool = True  # in float64; split experts and recomputed layers are in float32 only
+
+    @property
+    def alone(self) -> str:
+        return f"{self.model} {self.values} {self.is_exact}"
+
+    @property
+    def copies(self) -> int:
+        """Ranks that are given the same packs."""
+        return self.mesh.get("tensor_parallel_size", 1) * self.mesh.get("context_parallel_size", 1)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Its exports are compared with those of peft: test_lora.py."""
+        return "lora_rank" in self.values
+
+    @property
+    def only_moves(self) -> bool:
+        return bool(self.mesh) and self.mesh.keys() <= MEMORY
+
+
+CASES = {
+    2: [
+        Case("dense"),
+        Case("dense", {"layout": "padded", "fsdp_reshard_after_forward": False, "fsdp_prefetch": False}),
+        Case("dense", {"fsdp_cpu_offload": True, "load_strategy": "rank0"}),
+        Case("tied", SPLIT),
+        Case("dense", DEALT),
+        Case("dense", DEALT, ADAPTER),
+        Case("dense", {}, {"optimizer": "muon", "lr_decay_style": "cosine"}),
+        Case("dense", {}, {"optimizer": "sgd", "sgd_momentum": 0.9}),
+        Case("recurrent"),
+        Case("dense", is_exact=False),
+        Case("dense", {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}, is_exact=False),
+        Case("dense", {"offload_activations": True, "offload_optimizer": True}, is_exact=False),
+        Case("dense", LAYERS | OPTIMIZER, is_exact=False),
+        Case("experts", {}, ROUTED, is_exact=False),
+        Case("experts", LAYERS, ROUTED, is_exact=False),
+        Case("experts", EXPERTS, ROUTED, is_exact=False),
+        Case("experts", SPLIT | EXPERTS, is_exact=False),
+    ],
+    4: [
+        Case("dense", {"fsdp_replicate_size": 2}),
+        Case("dense", DEALT | SPLIT | {"gradient_checkpointing": True}, is_exact=False),
+        Case("experts", DEALT | {"expert_parallel_size": 4}, ROUTED, is_exact=False),  # other packs, same experts
+    ],
+}
+MATRIX = {
+    2: [
+        Case("recurrent", EXPERTS, is_exact=False),
+        Case("latent attention", SPLIT | EXPERTS, is_exact=False),
+        Case("one expert with biases", DEALT | EXPERTS, is_exact=False),
+        Case("experts", DEALT),
+    ],
+    4: [
+        Case("tied", SPLIT | {"fsdp_replicate_size": 2}),
+        Case("experts", EXPERTS | {"fsdp_replicate_size": 2}, is_exact=False),
+        Case("one expert with biases", {"expert_parallel_size": 2}, is_exact=False),  # more ranks than experts
+        Case("recurrent", SPLIT | EXPERTS, is_exact=False),
+        Case("latent attention", {"expert_parallel_size": 4}, is_exact=False),
+    ],
+}
+Step = tuple[dict[str, Tensor], dict[str, float]]  # gradients before clipping, metrics
+
+
+def build(case: Case, hub: Path, mesh: dict[str, Any]) -> FSDPBackend:
+    # with a large epsilon Adam does not blow the rounding of tiny gradients up to whole steps
+    options = {} if case.values.get("optimizer") == "sgd" else {"adam_eps": 0.01}
+    options |= {"bf16": False, **case.values, **mesh}
+    return FSDPBackend(config(str(hub / case.model), **options), total_steps=10)
+
+
+def steps(backend: FSDPBackend, case: Case, numbers: range, *, max_tokens: int, copies: int) -> list[Step]:
+    gradients, found = keep_gradients(backend._optimizer), []
+    for number in numbers:
+        items = samples(8, seed=number)
+        if "router_replay" in case.values:
+            items = with_routes(items, num_experts=MODELS[case.model][1]["num_experts"])
+        with Exact() if case.is_exact else nullcontext():
+            packs = scored(backend, packs_of_this_rank(items, max_tokens, copies), reference=case.values == KL)
+            loss = replace(LossConfig(entropy_coef=0.01), kl_loss_coef=case.values.get("kl_loss_coef", 0.0))
+            metrics = backend.train_step(packs, LOSSES["grpo"], loss)
+        found.append((dict(gradients), metrics))
+    return found
+
+
+def state(backend: FSDPBackend) -> dict[str, Tensor]:
+    """Weights and the optimizer's state."""
+    moments = {f"optimizer.{name}": full(value) for name, value in backend._optimizer.tensors().items()}
+    return full_state(backend.model) | moments
+
+
+def one_after_the_other(cases: list[Case]) -> Iterator[Case]:
+    """Those in float32 first: afterwards all backends of this process are in float64."""
+    yield from (case for case in cases if not case.is_exact)
+    backends_in_float64()
+    yield from (case for case in cases if case.is_exact)
+
+
+def of_one_rank(cases: list[Case], hub: Path) -> None:
+    """Write what one rank computes with one pack, for each case without its mesh."""
+    found: dict[str, tuple[list[Step], dict[str, Tensor]]] = {}
+    for case in one_after_the_other(cases):
+        if case.alone not in found:
+            backend = build(case, hub, {})
+            taken = steps(backend, case, range(NUM_STEPS), max_tokens=4096, copies=1)
+            found[case.alone] = taken, state(backend)
+            checkpoints_of(case, hub).write(1, lambda path, backend=backend: backend.save(path, 1))
+    torch.save(found, hub / "of one rank.pt")
+
+
+def checkpoints_of(case: Case, hub: Path) -> CheckpointFolder:
+    """Of one rank."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in case.alone)
+    return CheckpointFolder(hub / "of one rank" / name, keep_last=1)
+
+
+def broken_laws(cases: list[Case], hub: Path, folder: Path) -> dict[str, list[str]]:
+    """For each case the laws that do not hold, on this rank."""
+    alone = torch.load(hub / "of one rank.pt", weights_only=False)
+    not_moved: dict[str, tuple[list[Step], dict[str, Tensor]]] = {}
+    found: dict[str, list[str]] = {}
+    for number, case in enumerate(one_after_the_other(cases)):
+        backend, own = build(case, hub, case.mesh), folder / str(number)
+        broken = found.setdefault(str(case), [])
+        if not case.is_adapted:
+            backend.export(own / "before")
+            if not same(load_files(own / "before"), load_files(hub / case.model)):
+                broken.append("the export before training is not the checkpoint")
+        taken = steps(backend, case, range(NUM_STEPS), max_tokens=SMALL_PACKS, copies=case.copies)
+        reached = state(backend)
+        bound = EXACT if case.is_exact and not case.is_adapted else ROUNDED  # adapters are float32
+        broken += differences_to_one_rank(taken, full_state(backend.model), *alone[case.alone], bound)
+        if not case.mesh:
+            not_moved[case.alone] = taken, reached
+        elif case.only_moves and case.alone in not_moved:
+            others, wanted = not_moved[case.alone]
+            bits = [same(one[0], other[0]) for one, other in zip(taken, others, strict=True)]
+            broken += [] if all(bits) and same(reached, wanted) else ["bits depend on where something is"]
+        broken += broken_on_resume(backend, case, hub, own, reached)
+        broken += broken_exports(backend, own / "after") if not case.is_adapted else []
+        latest = checkpoints_of(case, hub).latest()
+        assert latest is not None
+        backend.load(latest)
+        broken += [] if same(state(backend), alone[case.alone][1]) else ["the checkpoint of one rank is not loaded"]
+    return found
+
+
+def differences_to_one_rank(
+    taken: list[Step], weights: dict[str, Tensor], wanted: list[Step], whole: dict[str, Tensor], bound: float
+) -> list[str]:
+    broken = []
+    for number, ((gradients, metrics), (gradients_alone, metrics_alone)) in enumerate(zip(taken, wanted, strict=True)):
+        if not (worst := largest_difference(gradients, gradients_alone)) < bound:
+            broken.append(f"step {number}: a gradient differs by {worst:.1e}")
+        differing = [n for n, v in metrics_alone.items() if metrics[n] != pytest.approx(v, rel=METRICS, abs=METRICS)]
+        broken += [f"step {number}: {name}" for name in differing]
+    if not (worst := largest_difference(weights, {name: whole[name] for name in weights})) < bound:
+        broken.append(f"a weight differs by {worst:.1e}")
+    return broken
+
+
+def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Relative to the largest element of a tensor; the first gradients of one half of an adapter are 0."""
+    assert found.keys() == wanted.keys()
+    return max(
+        ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-30)).item() for name in wanted
+    )
+
+
+def broken_on_resume(backend: FSDPBackend, case: Case, hub: Path, folder: Path, saved: dict[str, Tensor]) -> list[str]:
+    """Save, take another step; load into a new backend, take the same step."""
+    CheckpointFolder(folder, keep_last=1).write(1, lambda path: backend.save(path, 1))
+    later = range(NUM_STEPS, NUM_STEPS + 1)
+    straight = steps(backend, case, later, max_tokens=SMALL_PACKS, copies=case.copies)
+    other = build(case, hub, case.mesh)
+    latest = CheckpointFolder(folder, keep_last=1).latest()
+    assert latest is not None
+    other.load(latest)
+    broken = [] if same(state(other), saved) else ["what is loaded is not what was saved"]
+    resumed = steps(other, case, later, max_tokens=SMALL_PACKS, copies=case.copies)
+    if resumed[0][1] != straight[0][1] or not same(state(other), state(backend)):
+        broken.append("the step after a resume is not that without")
+    return broken
+
+
+def broken_exports(backend: FSDPBackend, target: Path) -> list[str]:
+    backend.export(target)
+    exported = load_files(target)
+    streams = {
+        size: stream_weights(backend.model, dtype=torch.float32, naming="hub", slice_bytes=size) for size in SLICES
+    }
+    return [
+        f"the stream in slices of {size} bytes is not the export"
+        for size, stream in streams.items()
+        if not same(dict(stream), exported)
+    ]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each model, and what one rank computes."""
+    folder = tmp_path_factory.mktemp("hub")
+    for name, (family, changes) in MODELS.items():
+        tiny(family, **changes).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_mesh_computes_saves_exports_and_sends_what_one_rank_does(hub: Path, tmp_path: Path, ranks: int) -> None:
+    require_laws(CASES[ranks], ranks, hub, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", MATRIX)
+def test_more_families_and_meshes_do_so_too(hub: Path, tmp_path: Path, ranks: int) -> None:
+    require_laws(MATRIX[ranks], ranks, hub, tmp_path)
+
+
+def require_laws(cases: list[Case], ranks: int, hub: Path, folder: Path) -> None:
+    spawn(1, of_one_rank, cases, hub)
+    for found in spawn(ranks, broken_laws, cases, hub, folder):
+        assert {case: broken for case, broken in found.items() if broken} == {}
