@@ -60,7 +60,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "H": _H,
     "I": {**_H, "fsdp_reshard_after_forward": False},
     "liger": {"liger": True},
-    "every second layer": {"gradient_checkpointing_every": 2},
     "nothing recomputed": {"gradient_checkpointing": False},
     "eager logprobs": {"logprob_kernel": "eager"},
     "sdpa by segment": {"attn_implementation": "sdpa"},

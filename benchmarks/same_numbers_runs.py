@@ -75,7 +75,7 @@ prefix-sharing          | dense  | 1 | --prefix-sharing on
 prefix-sharing-off      | dense  | 1 | --prefix-sharing off
 recompute               | dense  | 1 | {RECOMPUTED}
 recompute-selective     | dense  | 1 | {RECOMPUTED} --gradient-checkpointing-kind selective
-offload-activations     | dense  | 1 | {RECOMPUTED} --gradient-checkpointing-every 2 --offload-activations
+offload-activations     | dense  | 1 | {RECOMPUTED} --offload-activations
 offload-parameters      | dense  | 2 | --fsdp-cpu-offload
 offload-optimizer       | dense  | 2 | --offload-optimizer
 replicas                | dense  | 2 | --fsdp-replicate-size 2 --no-fsdp-reshard-after-forward

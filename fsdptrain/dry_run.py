@@ -48,10 +48,6 @@ def dry_run(resolved: Resolved) -> None:
         _check_sizes(config, world_size or _smallest_world(config))
     sys.stdout.write(to_yaml(config, resolved.sources))
     notes = [*draw_grid(config, world_size), *across_nodes(config, local or 1)] if world_size is not None else []
-    if config.launch.probe:
-        from fsdptrain.tools.inspect.inspection import probe_line
-
-        notes.append(probe_line(config))
     notes += [f"not checked: {line}" for line in _unchecked(config, is_local)]
     sys.stdout.writelines(f"# {note}\n" for note in notes)
 

@@ -240,7 +240,7 @@ class PackedBatch:
     routes: Tensor | None = None  # [T, layers, k] i16, experts to replay; NO_ROUTE or None: the model routes itself
     images: Images | None = None  # images of all sequences
     shared: SharedPrefixes | None = None  # None: every segment is computed in full
-    num_skipped_tokens: int = 0  # of `num_loss_tokens`, those in no pack (--skip-zero-advantage)
+    num_skipped_tokens: int = 0  # of `num_loss_tokens`, those in no pack: their advantage is 0
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # of features, by name
 
     @property

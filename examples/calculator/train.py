@@ -28,7 +28,7 @@ WORDS = [*TAGS, "<answer>", "</answer>", *CALL, *QUESTION]
 DATA = "reasoning_gym:products?min_terms=2&max_terms=2&min_digits=2&max_digits=2"
 ENVIRONMENT = ["--environment", "examples.calculator.calculator:Calculator", "--max-turns", "3"]
 AGENT = ["--environment", "examples.calculator.agent:run_episode"]
-TASK = ["--prompt-data", DATA, "--data-size", "5000", "--reward", "reasoning_gym_strict"]
+TASK = ["--prompt-data", f"{DATA}&size=5000", "--reward", "reasoning_gym_strict"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -350,7 +350,7 @@ class AgentSampler:
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
-            return f"the episode did not end within --episode-timeout {self.timeout:g} s"
+            return f"the episode did not end within --environment-timeout {self.timeout:g} s"
         return describe(error)
 
     def _text(self, episode: AgentEpisode, sample: Sample) -> str:
@@ -379,7 +379,7 @@ def build_agent_sampler(
 ) -> AgentSampler:
     """Start the endpoint of a run with an agent. Raises ConfigError for options that agents do not support."""
     _check(config, engine)
-    timeout = config.environment.episode_timeout or config.launch.dist_timeout / 3
+    timeout = config.environment.environment_timeout or config.launch.dist_timeout / 3
     model = model_config(
         resolve_checkpoint(config.model.hf_checkpoint), trust_remote_code=config.model.trust_remote_code
     ).get_text_config(decoder=True)
@@ -414,7 +414,7 @@ def _check(config: Config, engine: RolloutEngine) -> None:
             "use --rollout-engine vllm-server, or remove it"
         )
     defaults = EnvironmentConfig()
-    for name in ("max_turns", "max_observation_len", "environment_timeout"):
+    for name in ("max_turns", "max_observation_len"):
         if getattr(config.environment, name) != getattr(defaults, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect on an agent, which ends its episodes: remove it"

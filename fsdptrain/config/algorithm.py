@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, is_own
-from fsdptrain.config.rules import NEEDS_KL, NEUTRAL, RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.rules import NEEDS_KL, RL_ONLY, Excludes, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 from fsdptrain.registry import suggest
 
@@ -90,13 +90,6 @@ class AlgorithmConfig(Section):
     """Samples in which the adaptive coefficient changes by at most a fifth. [samples]"""
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
-    entropy_interval: Annotated[int, IdleWith("entropy_coef"), NEUTRAL] = Field(default=1, ge=1)
-    """Compute the entropy of the policy every this many rollouts, starting with the first, to save time in the head.
-    Other rollouts have no policy/entropy and loss/entropy."""
-    skip_zero_advantage: Annotated[bool, RL_ONLY, NEUTRAL] = True
-    """Skip samples whose advantage is exactly 0 in scoring and training. Off if they have a gradient: with a KL or
-    entropy term, --loss prime_rl, a custom loss, or balanced experts. Loss and gradient are unchanged; policy/* and
-    mismatch/* are means over the trained tokens."""
     use_rollout_logprobs: Annotated[bool, RL_ONLY] = False
     """Use the engine's logprobs as old logprobs instead of computing them with the trainer."""
     mismatch_correction: Annotated[
@@ -128,13 +121,9 @@ class AlgorithmConfig(Section):
     @property
     def trains_zero_advantage(self) -> str:
         coefs = {"kl-loss": self.kl_loss_coef, "kl-reward": self.kl_reward_coef, "entropy": self.entropy_coef}
-        found = next((f"--{name}-coef {coef:g}" for name, coef in coefs.items() if coef), "")
-        return found if self.skip_zero_advantage else "--no-skip-zero-advantage"
+        return next((f"--{name}-coef {coef:g}" for name, coef in coefs.items() if coef), "")
 
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if is_own(self.loss):
-            reason = f"with --loss {self.loss}, which may read the entropy: remove it"
-            yield from config.without_effect(["entropy_interval"], reason)
         if self.algorithm == "sft":
             if not is_own(self.loss):
                 reason = "with --algorithm sft, which has no advantages: remove it"
@@ -241,14 +230,6 @@ class SelectionConfig(Section):
     curriculum: Annotated[Literal["none", "pass_rate"], RL_ONLY] = "none"
     """`pass_rate`: from the second epoch on, draw prompts that were always or never solved less often: with probability
     4 p (1 - p) for pass rate p. A response passes at --pass-threshold."""
-    curriculum_floor: Annotated[float, Requires("curriculum", fix="set it to pass_rate")] = Field(
-        default=0.1, gt=0.0, le=1.0
-    )
-    """Minimum probability that a prompt is drawn when it comes up in its epoch."""
-    curriculum_decay: Annotated[float, Requires("curriculum", fix="set it to pass_rate")] = Field(
-        default=0.5, ge=0.0, le=1.0
-    )
-    """Weight of a prompt's earlier responses at each new visit: 1 keeps all, 0 only the last visit."""
 
 
 class ShapingConfig(Section):

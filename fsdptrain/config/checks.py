@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.keys import Key, all_keys
-from fsdptrain.config.rules import Condition, Excludes, IdleWith, NoEffectError, Problem, Requires, Rule
+from fsdptrain.config.rules import Condition, Excludes, NoEffectError, Problem, Requires, Rule
 from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first problem of the configuration."""
-    _raise_first(_broken_rules(config, (Requires, IdleWith)))
-    _raise_first(_broken_rules(config, (Excludes,)))
+    rules = [(key, rule) for flat, key in all_keys().items() if config.is_set(flat) for rule in key.rules]
+    _raise_first(filter(None, (problem_of(config, *each) for each in rules if not isinstance(each[1], Excludes))))
+    _raise_first(filter(None, (problem_of(config, *each) for each in rules if isinstance(each[1], Excludes))))
     for section in config.sections:
         _raise_first(section.problems(config))
 
@@ -87,22 +88,17 @@ def idle_reason(config: Config, flat: str) -> str:
     return next((reason for reason in broken if reason), "")
 
 
+def problem_of(config: Config, key: Key, rule: Rule) -> Problem | None:
+    """Return the line for an option that was set and breaks `rule`."""
+    reason = _broken(config, key, rule)
+    if reason and isinstance(rule, Excludes):
+        return f"{_shown(key, config)} does not work {reason}"
+    return NoEffectError(f"{key.flag} has no effect {reason}", key.flat) if reason else None
+
+
 def _raise_first(problems: Iterable[Problem]) -> None:
     for problem in problems:
         raise problem if isinstance(problem, NoEffectError) else ConfigError(problem)
-
-
-def _broken_rules(config: Config, kinds: tuple[type[Rule], ...]) -> Iterator[Problem]:
-    for flat, key in all_keys().items():
-        rules = [rule for rule in key.rules if isinstance(rule, kinds)]
-        if not rules or not config.is_set(flat):
-            continue
-        for rule in rules:
-            reason = _broken(config, key, rule)
-            if reason and isinstance(rule, Excludes):
-                yield f"{_shown(key, config)} does not work {reason}"
-            elif reason:
-                yield NoEffectError(f"{key.flag} has no effect {reason}", flat)
 
 
 def _broken(config: Config, key: Key, rule: Rule) -> str:

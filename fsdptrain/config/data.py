@@ -29,8 +29,6 @@ class DataConfig(Section):
     See docs/data.md."""
     prompt_data_streaming: Annotated[bool, Excludes("curriculum")] = False
     """Read --prompt-data in order while training, without downloading or indexing it first."""
-    prompt_data_buffer: Annotated[int, Requires("prompt_data_streaming")] = Field(default=1000, ge=1)
-    """Rows of a stream to shuffle together. [rows]"""
     prompt_split: str = "train"
     """Training split of a `datasets` data set."""
     input_key: Annotated[str, COLUMN] = "prompt"
@@ -52,8 +50,6 @@ class DataConfig(Section):
     """Evaluation data, in any form of --prompt-data. Default: rows held out from --prompt-data."""
     eval_size: Annotated[int | None, Requires("eval_interval")] = Field(default=None, ge=0)
     """Prompts to hold out for evaluation; 0: none. Default: 128, but at most a tenth of the data. [prompts]"""
-    data_size: int = Field(default=100_000, ge=1)
-    """Rows to draw from an infinite generator such as reasoning-gym. [prompts]"""
 
     @property
     def data_name(self) -> str:
@@ -114,9 +110,6 @@ class DataConfig(Section):
         if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
             reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
             yield from config.without_effect([*config.columns, "sft_format"], reason)
-        if not any(generated):
-            reason = "on data of a fixed size: only reasoning_gym data is generated"
-            yield from config.without_effect(["data_size"], reason)
         if all(known or is_file for known, is_file in zip(generated, files, strict=True)):
             reason = "on files and generated data: only `datasets` has splits"
             yield from config.without_effect(["prompt_split"], reason)
@@ -150,8 +143,6 @@ class RewardConfig(Section):
     judge_rubric: Annotated[str | None, _JUDGE] = None
     """Message to the judge, or a file with it; {prompt}, {response} and {label} are replaced. It must request a score
     as <score>7</score> or {"score": 7}. Default: see docs/rewards.md."""
-    judge_max_score: Annotated[float, _JUDGE] = Field(default=10.0, gt=0.0)
-    """Highest score of the rubric, which is the reward 1; 0 is the reward 0."""
     pass_threshold: Annotated[
         float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS), GENERATES
     ] = 1.0
@@ -175,16 +166,15 @@ class EnvironmentConfig(Section):
     docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md."""
     environment_command: Annotated[str | None, GENERATES, Excludes("environment")] = None
     """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
-    episode_timeout: Annotated[float | None, NEUTRAL] = Field(default=None, gt=0.0)
-    """Deadline of an agent's episode, which is unscored if it misses it. Default: a third of --dist-timeout. [s]"""
     environment_kwargs: Annotated[dict[str, Any], Requires("environment")] = Field(default={})
     """Arguments of the environment's constructor, or of the agent's function."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum turns per episode. [model responses]"""
     max_observation_len: int = Field(default=512, ge=1)
     """Maximum length of an observation; longer ones are truncated. [tokens]"""
-    environment_timeout: Annotated[float, NEUTRAL] = Field(default=60.0, gt=0.0)
-    """Deadline of one environment reply; an episode that misses it is unscored. [s]"""
+    environment_timeout: Annotated[float | None, NEUTRAL] = Field(default=None, gt=0.0)
+    """Deadline of one environment reply, or of an agent's episode; an episode that misses it is unscored. Default: 60,
+    and for an agent a third of --dist-timeout. [s]"""
     environment_workers: Annotated[int, NEUTRAL] = Field(default=32, ge=1)
     """Concurrent environment calls, or episodes of an agent, per rank. [threads]"""
 

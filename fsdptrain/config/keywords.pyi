@@ -56,7 +56,6 @@ class Keywords(TypedDict, total=False):
     deterministic_mode: bool
     prompt_data: str | list[str]
     prompt_data_streaming: bool
-    prompt_data_buffer: int
     prompt_split: str
     input_key: str
     label_key: str
@@ -66,21 +65,18 @@ class Keywords(TypedDict, total=False):
     system_prompt: str
     eval_prompt_data: str | None
     eval_size: int | None
-    data_size: int
     max_unscored_fraction: float
     reward_timeout: float | None
     reward_workers: int | None
     judge_url: str | None
     judge_model: str | None
     judge_rubric: str | None
-    judge_max_score: float
     pass_threshold: float
     environment_command: str | None
-    episode_timeout: float | None
     environment_kwargs: dict[str, Any]
     max_turns: int
     max_observation_len: int
-    environment_timeout: float
+    environment_timeout: float | None
     environment_workers: int
     loss: str
     n_samples_per_prompt: int
@@ -105,8 +101,6 @@ class Keywords(TypedDict, total=False):
     kl_target: float | None
     kl_horizon: int
     entropy_coef: float
-    entropy_interval: int
-    skip_zero_advantage: bool
     use_rollout_logprobs: bool
     mismatch_correction: Literal["none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"]
     mismatch_low: float | None
@@ -121,8 +115,6 @@ class Keywords(TypedDict, total=False):
     dynamic_sampling_max_rounds: int
     min_group_spread: float
     curriculum: Literal["none", "pass_rate"]
-    curriculum_floor: float
-    curriculum_decay: float
     sft_format: Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "label"]
     sft_loss_on: Literal["assistant", "last", "all"]
     sft_eval_generate: bool
@@ -142,12 +134,8 @@ class Keywords(TypedDict, total=False):
     adam_eps: float
     sgd_momentum: float
     muon_lr: float | None
-    muon_momentum: float
-    muon_adjust_lr: Literal["match_rms_adamw", "original"]
     clip_grad: float
     offload_optimizer: bool
-    offload_optimizer_step: Literal["host", "device"]
-    max_skipped_steps: int
     max_tokens_per_gpu: int
     overlong_samples: Literal["error", "drop"]
     global_batch_size: int | None
@@ -156,7 +144,6 @@ class Keywords(TypedDict, total=False):
     fsdp_cpu_offload: bool
     fsdp_replicate_size: int
     fsdp_reshard_after_forward: bool
-    fsdp_prefetch: bool
     rollout_engine: str
     rollout_batch_size: int
     rollout_max_prompt_len: int | None
@@ -201,7 +188,6 @@ class Keywords(TypedDict, total=False):
     grace_period: float
     max_restarts: int
     log_dir: str | None
-    probe: bool
     dry_run: bool
     lora_rank: int
     lora_alpha: int
@@ -220,7 +206,6 @@ class Keywords(TypedDict, total=False):
     context_parallel_size: int
     gradient_checkpointing: bool
     gradient_checkpointing_kind: Literal["full", "selective"]
-    gradient_checkpointing_every: int
     offload_activations: bool
     logprob_kernel: Literal["auto", "triton", "eager"]
     opd_teacher: str | None
@@ -230,9 +215,6 @@ class Keywords(TypedDict, total=False):
     opd_top_k: int | None
     opd_on_policy_fraction: float
     opd_teacher_prompt: str | None
-    opd_teacher_api_key_env: str | None
-    opd_teacher_timeout: float
-    fp8_recipe: Literal["rowwise", "tensorwise"]
     fp8_skip: str | list[str]
     rollout_engine_args: dict[str, Any]
     rollout_kv_cache_gib: float | None
@@ -240,7 +222,6 @@ class Keywords(TypedDict, total=False):
     rollout_urls: str | list[str]
     rollout_num_servers: int | None
     rollout_server_python: str | None
-    rollout_api_key_env: str | None
     rollout_allow_public_servers: bool
     weight_transfer: Literal["file", "gloo", "nccl"]
     weight_sync_dir: str | None
@@ -253,5 +234,4 @@ class Keywords(TypedDict, total=False):
     megatron_expert_parallel: int
     megatron_context_parallel: int
     megatron_sequence_parallel: bool
-    megatron_moe_dispatcher: Literal["alltoall", "allgather"]
     megatron_spec: str | None

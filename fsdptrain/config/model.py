@@ -90,8 +90,6 @@ class FsdpConfig(Section):
     """Replicas of the sharded model (HSDP): world size = replicas x shards."""
     reshard_after_forward: bool = True
     """Free each layer's gathered parameters after its forward pass. Off: faster, more memory."""
-    prefetch: bool = True
-    """Gather the next layer's parameters while the current layer computes."""
 
 
 OPTIMIZERS = ["adamw", "muon", "adamw8bit", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
@@ -140,21 +138,10 @@ class OptimConfig(Section):
     """Momentum of --optimizer sgd. 0: no state."""
     muon_lr: Annotated[float | None, _OF_MUON, Requires("lr"), FSDP_ONLY] = Field(default=None, gt=0.0)
     """Peak learning rate of the matrices with --optimizer muon, with the schedule of --lr. Default: --lr."""
-    muon_momentum: Annotated[float, _OF_MUON, FSDP_ONLY] = Field(default=0.95, ge=0.0, lt=1.0)
-    """Momentum of --optimizer muon (Nesterov)."""
-    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _OF_MUON, FSDP_ONLY] = "match_rms_adamw"
-    """Scale of the updates of a matrix. `match_rms_adamw`: 0.2 sqrt(max(out, in)), the size of AdamW's updates, so that
-    its learning rates fit. `original`: sqrt(max(1, rows / columns)) of the stored weight, [out, in] in most models."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
     """Keep only the optimizer state in host memory."""
-    offload_optimizer_step: Annotated[Literal["host", "device"], NEUTRAL, Requires("offload_optimizer"), FSDP_ONLY] = (
-        "host"
-    )
-    """Where --offload-optimizer runs steps. `host`: transfers gradients and weights. `device`: transfers the state."""
-    max_skipped_steps: Annotated[int, NEUTRAL] = Field(default=10, ge=0)
-    """Stop after this many optimizer steps were skipped because of non-finite gradients."""
 
     def for_export(self) -> Self:
         return type(self)(optimizer="sgd")  # has no state

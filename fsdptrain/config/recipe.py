@@ -26,7 +26,7 @@ Source = Literal[
 ]
 LEFT_OUT: Source = "default, since a flag takes the recipe's value its effect"
 SUPERSEDED: Source = "preset, since a flag names another algorithm or loss"
-_NOT_WRITTEN = ("dry_run", "probe")  # these would make the recipe only print itself
+_NOT_WRITTEN = ("dry_run",)  # it would make the recipe only print itself
 
 
 def load_recipe(path: str | Path, **flags: Any) -> Config:

@@ -125,8 +125,6 @@ class LaunchConfig(Section):
     """After a rank has died, restart all ranks from the newest checkpoint, up to this many times."""
     log_dir: str | None = None
     """Directory for the output of each rank. The console then shows rank 0 only."""
-    probe: Annotated[bool, Requires("dry_run"), FSDP_ONLY] = False
-    """With --dry-run: build a small random copy of the model from its config.json and report how it is computed."""
     dry_run: bool = False
     """Print the resolved configuration with the source of each value, and exit."""
 

@@ -20,7 +20,7 @@ class PassRates:
     Stores two float32 numbers per row in memory. The state dict contains only rows that have been tried.
     """
 
-    def __init__(self, num_rows: int, *, floor: float, decay: float) -> None:
+    def __init__(self, num_rows: int, *, floor: float = 0.1, decay: float = 0.5) -> None:
         assert floor > 0, "a row that is never asked again would never be found to have changed"
         self.floor = floor
         self.decay = decay

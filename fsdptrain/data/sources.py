@@ -17,6 +17,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
 
 GENERATOR = "reasoning_gym:"
+NUM_GENERATED = 100_000  # rows, unless the data names a size: reasoning_gym:TASK?size=5000
 
 
 def load_rows(
@@ -35,7 +36,7 @@ def load_rows(
     name, _, query = data.data_name.partition("?")
     options = parse_options(query, flag=flag)
     if name.startswith(GENERATOR):
-        return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": data.data_size, **options}, flag=flag)
+        return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": NUM_GENERATED, **options}, flag=flag)
     from fsdptrain.data.tables import load_table_rows
 
     return load_table_rows(name, options, data, flag=flag, image_key=image_key, sft=sft)

@@ -1,6 +1,6 @@
 """Prompts of a stream: rows are read in order while training, and shuffled in blocks.
 
-A block of --prompt-data-buffer rows is read and permuted by a seed of its epoch and number. A checkpoint holds the
+A block of rows is read and permuted by a seed of its epoch and number. A checkpoint holds the
 state of the reader (`IterableDataset.state_dict`) before the current block and before each block with pending prompts.
 A resumed stream reads these blocks once more, so it continues with exactly the same prompts. The shuffle of `datasets`
 itself loses the rows in its buffer when it resumes.
@@ -25,6 +25,7 @@ from fsdptrain.errors import DataError
 from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Prompt
 
+BLOCK_SIZE = 1000  # rows of a stream that are shuffled together
 if TYPE_CHECKING:
     import datasets
 
@@ -89,12 +90,13 @@ class StreamedPrompts(PromptStream):
         max_prompt_len: int | None = None,
         processor: PromptProcessor | None = None,
         make: Callable[..., Prompt] | None = None,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         options = {"data": data, "rollout": rollout, "exclude": exclude, "max_prompt_len": max_prompt_len}
         super().__init__(_NO_ROWS, tokenizer, **options, processor=processor, make=make)
         self._table = rows.table
         self._source = rows
-        self._size = data.prompt_data_buffer
+        self._size = block_size
         self._first_state = self._table.state_dict()  # before the first row of an epoch
         self._states: dict[Block, dict[str, Any]] = {(0, 0): self._first_state}  # before each block that is needed
         self._block: Block | None = None  # the block in `_values`
@@ -118,15 +120,10 @@ class StreamedPrompts(PromptStream):
         current = (self.epoch, self.position // self._size)
         needed = {current, *((epoch, row // self._size) for epoch, row in state.get("pending", ()))}
         blocks = [[*block, self._states[block]] for block in sorted(needed) if block in self._states]
-        return state | {"buffer": self._size, "blocks": blocks}
+        return state | {"blocks": blocks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Reads the blocks of pending prompts."""
-        if state.get("buffer") != self._size:
-            raise DataError(
-                f"--prompt-data-buffer {self._size} differs from that of the checkpoint, {state.get('buffer')}: resume "
-                "with the same value, or use --resume never"
-            )
         super().load_state_dict({**state, "num_rows": 0})
         self._states = {(epoch, number): found for epoch, number, found in state["blocks"]}
         self._block, self._iterator, self._reissued = None, None, {}

@@ -59,7 +59,6 @@ def load_model(
         compute_dtype=compute_dtype,
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
-        prefetch=config.fsdp.prefetch,
         runs_tower=options.runs_tower,
         expert_shards=meshes.expert_shards,
     )

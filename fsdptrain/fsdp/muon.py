@@ -3,8 +3,7 @@ https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982).
 
     B <- m B + (1 - m) G,   U = (1 - m) G + m B,   W <- (1 - lr wd) W - lr s O,   O = orthogonalized U
 
-with m = --muon-momentum and s = 0.2 sqrt(max(out, in)) or sqrt(max(1, out / in)) (--muon-adjust-lr), where weights that
-are stored as [in, out] (Conv1D, experts of gpt-oss) count as they are stored. Numbers are those of torch.optim.Muon.
+with m = 0.95 and s = 0.2 sqrt(max(out, in)). Numbers are those of torch.optim.Muon.
 Momentum and weight decay are local to a shard. For O, the ranks of a shard group take one matrix each: an all-to-all
 brings all shards of U to it in bfloat16, and another one returns the shards of O. At its peak a rank holds about six
 copies in bfloat16 of its largest matrix, or of its experts of a stack [E, ., .], which are orthogonalized together; the
@@ -32,6 +31,7 @@ from fsdptrain.fsdp.shards import local_shard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: Jordan et al.; also those of torch
 ITERATIONS = 5
+MOMENTUM = 0.95  # Nesterov
 _EPS = 1e-7
 
 
@@ -51,7 +51,6 @@ class Muon(Optimizer):
     def __init__(self, matrices: Groups, adam: torch.optim.AdamW | None, options: OptimConfig) -> None:
         super().__init__(matrices, {})
         self._matrices = list(self.param_groups)
-        self._momentum, self._adjusts_to_adamw = options.muon_momentum, options.muon_adjust_lr == "match_rms_adamw"
         self._adam = adam
         if adam is not None:
             self.param_groups += adam.param_groups
@@ -78,12 +77,11 @@ class Muon(Optimizer):
         """Update the momentum of this rank's shard and return U (Nesterov), bfloat16 on the device."""
         assert p.grad is not None
         gradient, buffer = local_shard(p.grad), local_shard(self.state[p]["momentum_buffer"])
-        buffer.lerp_(gradient, 1 - self._momentum)
-        return gradient.lerp(buffer, self._momentum).to(platform.local_device(), torch.bfloat16)
+        buffer.lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(buffer, MOMENTUM).to(platform.local_device(), torch.bfloat16)
 
     def _scale_of(self, shape: torch.Size) -> float:
-        rows, columns = shape[-2:]
-        return 0.2 * math.sqrt(max(rows, columns)) if self._adjusts_to_adamw else math.sqrt(max(1, rows / columns))
+        return 0.2 * math.sqrt(max(shape[-2:]))  # the size of AdamW's updates, so that its learning rates fit
 
 
 def orthogonalize(update: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Schedule = Callable[[int], float]
 
+MAX_SKIPPED = 10  # steps with gradients that are not finite, before a run ends
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
 _CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_scale; that of MPS ignores it
 
@@ -188,15 +189,15 @@ class Optimizer:
         self.num_updates += 1
 
     def skip(self) -> None:
-        """Drop the gradients. Raises NumericsError after more than --max-skipped-steps unexplained skips."""
+        """Drop the gradients. Raises NumericsError after more than MAX_SKIPPED unexplained skips."""
         explained = self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
         self._finish()
         self.num_skipped += 1
         self.num_failed += not explained
-        if self.num_failed > self._config.max_skipped_steps:
+        if self.num_failed > MAX_SKIPPED:
             raise NumericsError(
-                f"gradients were not finite in {self.num_failed} optimizer steps, --max-skipped-steps allows "
-                f"{self._config.max_skipped_steps}: lower --lr or --clip-grad, or compute with --no-bf16"
+                f"gradients were not finite in {self.num_failed} optimizer steps: lower --lr or --clip-grad, or "
+                "compute with --no-bf16"
             )
 
     def advance_without_update(self) -> Metrics:
@@ -314,4 +315,4 @@ def _host_adam(optimizer: torch.optim.Optimizer, config: OptimConfig) -> "HostAd
     from fsdptrain.fsdp.host_adam import HostAdam
 
     assert isinstance(optimizer, torch.optim.AdamW), "the configuration refuses other optimizers"
-    return HostAdam(optimizer, on=config.offload_optimizer_step)
+    return HostAdam(optimizer)

@@ -29,7 +29,6 @@ def shard_model(
     compute_dtype: torch.dtype,
     cpu_offload: bool,
     reshard_after_forward: bool,
-    prefetch: bool,
     runs_tower: bool = False,
     expert_shards: DeviceMesh | None = None,
 ) -> None:
@@ -43,7 +42,6 @@ def shard_model(
             float32 (float64 for float64).
         cpu_offload: keep shards, gradients and therefore the optimizer state in host memory.
         reshard_after_forward: free each layer after its forward and gather it again for its backward.
-        prefetch: gather one layer ahead, forward and backward. Off: one layer at a time.
         runs_tower: every forward pass also runs the vision tower.
         expert_shards: mesh over which split experts are sharded, in separate groups.
     """
@@ -70,7 +68,7 @@ def shard_model(
         module.set_force_sum_reduction_for_comms(True)  # a divide factor uses PREMUL_SUM, which gloo lacks
     run = repeated_layers(model) if runs_tower else decoder_layers(model)
     inside = [module for layer in run for module in layer.modules()]  # a layer, then its experts
-    _set_prefetch([module for module in (model, *inside) if isinstance(module, FSDPModule)], prefetch)
+    _set_prefetch([module for module in (model, *inside) if isinstance(module, FSDPModule)])
 
 
 def largest_shard(parameter: nn.Parameter, num_shards: int, *, cut_dim: int = 0, parts: int = 1) -> int:
@@ -139,16 +137,11 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _set_prefetch(groups: Sequence[FSDPModule], prefetch: bool) -> None:
-    """Set explicit prefetching for `groups`, given in the order of the forward pass.
+def _set_prefetch(groups: Sequence[FSDPModule]) -> None:
+    """Gather one group ahead, also in the forward pass. `groups`: in the order of the forward pass.
 
     By default FSDP2 gathers the next group when the forward pass reaches it, which overlaps only while the host runs
-    ahead, and prefetches one group in the backward pass. With `prefetch`, the forward prefetch is made explicit.
-    Without it, backward prefetch is disabled by a list of the group itself, which is already gathered.
+    ahead.
     """
-    if prefetch:
-        for group, following in pairwise(groups):
-            group.set_modules_to_forward_prefetch([following])
-    else:
-        for group in groups:
-            group.set_modules_to_backward_prefetch([group])
+    for group, following in pairwise(groups):
+        group.set_modules_to_forward_prefetch([following])

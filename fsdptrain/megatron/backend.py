@@ -216,10 +216,8 @@ class MegatronBackend:
         return nullcontext() if role == "policy" else self._bank.swapped_into(self._model)
 
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
-        gathers = self._split.moe_dispatcher == "allgather"
-        shared = self._groups.ep if gathers else None
         model = self._wrapped if train else self._model
-        return run_packs(model, batches, finish, layout=self._layout, train=train, same_shape=shared)
+        return run_packs(model, batches, finish, layout=self._layout, train=train)
 
     @property
     def _logprobs_head(self) -> LogprobsHead:
@@ -244,8 +242,6 @@ class MegatronBackend:
     def _why_padded(self) -> str:
         if self._layout == "packed":
             return ""
-        if self._split.moe_dispatcher == "allgather":
-            return "--megatron-moe-dispatcher allgather wants rows of one shape"
         if has_transformer_engine():
             return "Transformer Engine packs in half precision alone"
         return "megatron-core packs with Transformer Engine alone, which is not here"

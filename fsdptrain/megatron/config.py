@@ -1,15 +1,12 @@
 """Options of --backend megatron. Imports no megatron-core."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field
 
 from fsdptrain.config.rules import NEUTRAL, REFUSED, RUNS_CODE, Excludes, Requires
 from fsdptrain.config.section import RankGroup, Section
 
-_ALLTOALL = Excludes(
-    "megatron_context_parallel>1", "megatron_sequence_parallel", "megatron_pipeline_parallel>1", fix="use alltoall"
-)
 _TRUNCATED = "with --rollout-top-p, --rollout-top-k and --rollout-min-p: leave one of them out"
 
 
@@ -32,8 +29,6 @@ class MegatronConfig(Section):
     the whole sequence."""
     sequence_parallel: Annotated[bool, Requires("megatron_tensor_parallel>1")] = False
     """Split activations between a layer's matrices along the sequence, over the tensor-parallel processes."""
-    moe_dispatcher: Annotated[Literal["alltoall", "allgather"], _ALLTOALL] = "alltoall"
-    """Transport of tokens to their experts."""
     spec: Annotated[str | None, REFUSED, RUNS_CODE] = None
     """`package.module:function` that builds the layers instead of the backend: (transformer_config, hf_config, *,
     vp_stage=None) -> block spec."""

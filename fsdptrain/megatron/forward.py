@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -39,13 +38,12 @@ def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bo
     """Choose the layout of packs.
 
     Packed rows need layers that support boundaries: Transformer Engine attention, whose kernels for packed rows support
-    half precision only, or transformers mixers, unless the dispatcher all-gathers rows, which must have the same shape
-    on all ranks. Context parallelism always uses packed rows, whichever layers are used.
+    half precision only, or transformers mixers. Context parallelism always uses packed rows, whichever layers are used.
     """
     if split.context_parallel > 1:
         return "packed"
     if split.spec == WRAPPED or (split.spec is None and wraps(config, split.context_parallel)):
-        return "padded" if split.moe_dispatcher == "allgather" else "packed"
+        return "packed"
     return "packed" if has_engine and dtype != torch.float32 else "padded"
 
 
@@ -108,7 +106,6 @@ def run_packs(
     *,
     layout: Layout,
     train: bool,
-    same_shape: dist.ProcessGroup | None = None,
 ) -> list[T]:
     """Run the forward pass of every pack, and with `train` the backward pass, in megatron-core's schedule. Collective.
 
@@ -117,14 +114,13 @@ def run_packs(
     Args:
         finish: maps the hidden states [N, S, D] of the last stage and the pack to the result, or with `train` to (loss
             [], _, result). Called on the last stage only.
-        same_shape: ranks that need rows of the same shape, because their dispatcher all-gathers them.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
     def forward(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., T]]:
         batch = next(packs)
-        hidden = model(**_inputs(batch, get_model_config(model), layout, same_shape))
+        hidden = model(**_inputs(batch, get_model_config(model), layout))
 
         def at_end(hidden: Tensor, non_loss_data: bool = False) -> T:
             return finish(hidden, batch)
@@ -156,9 +152,7 @@ def from_last_stage(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[T
     return found
 
 
-def _inputs(
-    batch: PackedBatch, config: "TransformerConfig", layout: Layout, same_shape: dist.ProcessGroup | None
-) -> dict[str, Any]:
+def _inputs(batch: PackedBatch, config: "TransformerConfig", layout: Layout) -> dict[str, Any]:
     shards = shard_tokens(batch, config)
     if shards is not None:
         return shards.inputs(batch)
@@ -166,11 +160,6 @@ def _inputs(
         return _thd_inputs(batch, multiple=process_groups().tp.size())
     padded = PaddedRows(batch, config.tensor_model_parallel_size if config.sequence_parallel else 1)
     rows = padded.scatter(batch.input_ids, fill=0).view(padded.shape)
-    if same_shape is not None and same_shape.size() > 1:  # refused with sequence parallelism
-        largest = torch.tensor(rows.shape, device=rows.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=same_shape)
-        height, width = largest.tolist()
-        rows = F.pad(rows, (0, width - rows.shape[1], 0, height - rows.shape[0]))
     width = rows.shape[1]
     return {
         "input_ids": rows,

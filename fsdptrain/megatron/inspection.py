@@ -50,7 +50,7 @@ def inspect_build(config: Config) -> BuildInspection:
     split = config.section(MegatronConfig)
     transformer_config(stock.config, split, **options)  # raises ConfigError for unsupported parallel sizes
     wrapped = WRAPPED if split.context_parallel > 1 else None  # as in the run; the copy is not sharded
-    one = MegatronConfig(moe_dispatcher=split.moe_dispatcher, spec=split.spec or wrapped)
+    one = MegatronConfig(spec=split.spec or wrapped)
     layout = layout_of(stock.config, split, has_engine=options["has_engine"], dtype=options["dtype"])
     with platform.process_group(config.launch.dist_timeout):
         start_groups(one, timeout_s=config.launch.dist_timeout)

@@ -244,7 +244,7 @@ def _of_split(megatron: MegatronConfig) -> dict[str, Any]:
         "expert_model_parallel_size": megatron.expert_parallel,
         "context_parallel_size": megatron.context_parallel,
         "sequence_parallel": megatron.sequence_parallel,
-        "moe_token_dispatcher_type": megatron.moe_dispatcher,
+        "moe_token_dispatcher_type": "alltoall",
         "variable_seq_lengths": megatron.pipeline_parallel > 1,
     }
 
@@ -324,12 +324,8 @@ def _refuse_split(
             f"--megatron-tensor-parallel {tensor} leaves a process without a part of the vocabulary of "
             f"{config.vocab_size}: lower it"
         )
-    for flag, given in {
-        "expert-parallel": experts > 1,
-        "moe-dispatcher": megatron.moe_dispatcher != "alltoall",
-    }.items():
-        if choice is None and given:
-            raise ConfigError(f"--megatron-{flag}: a {config.model_type} has no experts: remove it")
+    if choice is None and experts > 1:
+        raise ConfigError(f"--megatron-expert-parallel: a {config.model_type} has no experts: remove it")
     if choice is not None and tensor > 1 and not megatron.sequence_parallel:
         raise ConfigError(
             "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "

@@ -58,14 +58,13 @@ class LayerBytes:
 def activation_memory(model: PreTrainedModel, config: Config) -> tuple[dict[str, int], int]:
     """Return the device memory of a full pack by purpose, and the bytes of activations on the host. [bytes]"""
     itemsize, tensor = getattr(torch, config.compute_dtype_name).itemsize, config.ranks_along("tensor")
-    tokens, every = config.batch.max_tokens_per_gpu, config.value("gradient_checkpointing_every") or 1
+    tokens = config.batch.max_tokens_per_gpu
     layers = [LayerBytes(x, model.config, itemsize=itemsize, tensor=tensor) for x in decoder_layers(model)]
     everything = [layer.compiled if config.value("compile") else layer.everything for layer in layers]
     kept = list(everything)
     if config.value("gradient_checkpointing"):
         is_selective = config.value("gradient_checkpointing_kind") == "selective"
-        again = [layer.products if is_selective else layer.input for layer in layers]
-        kept = [again[i] if i % every == 0 else whole for i, whole in enumerate(everything)]
+        kept = [layer.products if is_selective else layer.input for layer in layers]
     saved, working = tokens * sum(kept), tokens * max(everything)
     offloaded = saved if config.value("offload_activations") else 0
     if offloaded:

@@ -40,10 +40,10 @@ _CHANGES: tuple[Mapping[str, Any], ...] = (  # single changes that take less mem
     {"logprob_chunk_size": 512},
     {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
     {"gradient_checkpointing": True},
-    {"gradient_checkpointing": True, "gradient_checkpointing_kind": "full", "gradient_checkpointing_every": 1},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kind": "full"},
     {"offload_activations": True},
     {"offload_train": True},
-    {"offload_optimizer": False, "offload_optimizer_step": "host", "offload_train": False, "fsdp_cpu_offload": True},
+    {"offload_optimizer": False, "offload_train": False, "fsdp_cpu_offload": True},
     {"fsdp_cpu_offload": False},
 )
 
@@ -181,8 +181,7 @@ class Shapes:
         """Return the bytes of gathered layers, and of gradients before they are reduced."""
         layers = [sum(self.gathered_elements(p) * self._gathered_bytes(p) for p in layer) for layer in self._layers]
         outside = sum(self.gathered_elements(p) for p in self.outside) * self._itemsize
-        at_once = 1 + self._config.fsdp.prefetch  # the current layer, and the next one
-        held = at_once * max(layers) if self._config.fsdp.reshard_after_forward else sum(layers)
+        held = 2 * max(layers) if self._config.fsdp.reshard_after_forward else sum(layers)  # this layer and the next
         groups = (
             sum(self.gathered_elements(p) for p in group if p.requires_grad) for group in (*self._layers, self.outside)
         )

@@ -17,6 +17,7 @@ from fsdptrain.errors import ConfigError, RewardError, describe
 from fsdptrain.types import Prompt
 
 API_KEY = "JUDGE_API_KEY"  # environment variable
+MAX_SCORE = 10.0  # the reward 1; 0 is the reward 0
 MAX_CONNECTIONS = 32  # concurrent requests of a rank
 REQUEST_S = 120.0
 RETRIES = 5
@@ -118,7 +119,7 @@ def build_judge(reward: RewardConfig) -> Judge:
         raise ConfigError(
             f"--judge-rubric {given!r:.80} must be a text, or a file with one, that contains {{response}}"
         )
-    return Judge(reward.judge_url or "", reward.judge_model or "", rubric, reward.judge_max_score)
+    return Judge(reward.judge_url or "", reward.judge_model or "", rubric, MAX_SCORE)
 
 
 async def _close_with_loop(client: httpx.AsyncClient) -> None:

@@ -68,8 +68,7 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
 
 def _default_data(*, is_table: bool) -> list[str]:
     """Return flags that reset the run's data options to their defaults, because they may not apply to other data."""
-    of_tables = ["input_key", "label_key", "prompt_data_buffer"]
-    keys = ["prompt_split", *(["data_size"] if is_table else of_tables)]
+    keys = ["prompt_split", *([] if is_table else ["input_key", "label_key"])]
     words = [word for key in keys for word in (config_options()[key].flag, str(config_options()[key].default))]
     return words if is_table else [*words, "--no-prompt-data-streaming"]
 

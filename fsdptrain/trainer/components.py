@@ -256,7 +256,7 @@ def open_backend(config: Config, features: Features, memory: MemoryReport) -> Po
         log.info("%s", line)
     report_fallbacks(backend, strict=config.model.strict)
     why = config.trains_zero_advantage
-    if config.algorithm.skip_zero_advantage and config.algorithm.algorithm != "sft" and why:
+    if config.algorithm.algorithm != "sft" and why:
         log.info("samples with advantage 0 are not skipped: %s", why)
     if config.sync.offload_train and not platform.has_accelerator():
         log.warning("--offload-train: no GPU; this copies weights and saves no memory")

@@ -212,7 +212,7 @@ def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> "PassRates
         return None
     from fsdptrain.data.curriculum import PassRates
 
-    return PassRates(num_rows, floor=selection.curriculum_floor, decay=selection.curriculum_decay)
+    return PassRates(num_rows)
 
 
 def _rows(

@@ -258,8 +258,7 @@ class TrainingLoop:
 
     def _optimize(self, steps: Sequence[StepBatches], tokens: TrainedTokens) -> Metrics:
         with self._phases("train"):
-            entropy = self.step % self._config.algorithm.entropy_interval == 0
-            config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef, with_entropy=entropy)
+            config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
             found = [
                 self._backend.train_step(step.packs, tokens.recorded_by(self._loss, step.packs), config)
                 for step in steps

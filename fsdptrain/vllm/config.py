@@ -41,8 +41,6 @@ class VllmConfig(Section):
     """vllm-server: number of servers to start on this machine, instead of --rollout-urls; they stop with the run."""
     server_python: Annotated[str | None, _SERVERS, _STARTED] = None
     """vllm-server: Python interpreter with vLLM, to start servers with. Default: the trainer's interpreter."""
-    api_key_env: Annotated[str | None, _SERVERS, _GIVEN] = None
-    """vllm-server: environment variable that holds the API key of the servers."""
     allow_public_servers: Annotated[bool, _SERVERS, _GIVEN] = False
     """vllm-server: allow servers with a public address. Anyone who can reach such a server can change its weights."""
 

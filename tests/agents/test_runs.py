@@ -23,7 +23,7 @@ FLAGS = [
         "",
         "--reward",
         "environment",
-        "--episode-timeout",
+        "--environment-timeout",
         "60",
         "--log-to",
     ),
@@ -76,7 +76,7 @@ def test_parallel_calls_and_choices_are_sequences_of_one_episode(model: Path, tm
 
 
 def test_an_episode_that_hangs_or_fails_is_unscored_alone(model: Path, tmp_path: Path) -> None:
-    flags = ["--environment", f"{AGENTS}:unreliable", "--episode-timeout", "2", "--max-unscored-fraction", "0.9"]
+    flags = ["--environment", f"{AGENTS}:unreliable", "--environment-timeout", "2", "--max-unscored-fraction", "0.9"]
     flags += ["--rollout-batch-size", "7", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--no-rollout-shuffle"]
     flags += ["--log-num-samples", "14"]
     rows, shown = run(model, tmp_path, *flags, rows=7)
@@ -84,8 +84,8 @@ def test_an_episode_that_hangs_or_fails_is_unscored_alone(model: Path, tmp_path:
     assert row["reward/unscored_fraction"] == pytest.approx(5 / 7)
     assert row["agent/failed_episodes"] == 10
     errors = [sample["response"].rpartition("[--environment: ")[2] for sample in shown[:10:2]]
-    assert errors[0].startswith("the episode did not end within --episode-timeout 2 s")
-    assert errors[1].startswith("the episode did not end within --episode-timeout 2 s")
+    assert errors[0].startswith("the episode did not end within --environment-timeout 2 s")
+    assert errors[1].startswith("the episode did not end within --environment-timeout 2 s")
     assert errors[2].startswith("the agent made no model call")
     assert "SystemExit: enough" in errors[3]
     assert "'much', which is not a number" in errors[4]
@@ -111,9 +111,9 @@ def test_a_program_is_an_agent(model: Path, tmp_path: Path, how: str) -> None:
         assert row.get("reward/label") == (1.0 if how == "posts" else None)
 
 
-@pytest.mark.parametrize(("how", "reason"), [("fails", "exit code 1: no idea"), ("hangs", "--episode-timeout 3 s")])
+@pytest.mark.parametrize(("how", "reason"), [("fails", "exit code 1: no idea"), ("hangs", "--environment-timeout 3 s")])
 def test_a_program_that_fails_or_hangs_is_named(model: Path, tmp_path: Path, how: str, reason: str) -> None:
-    flags = ["--environment-command", f"{sys.executable} {PROGRAM} {how}", "--episode-timeout", "3"]
+    flags = ["--environment-command", f"{sys.executable} {PROGRAM} {how}", "--environment-timeout", "3"]
     error = run(model, tmp_path, *flags, "--rollout-batch-size", "1", code=2)
     assert "--reward could not score 4 of 4 samples" in error
     assert reason in error

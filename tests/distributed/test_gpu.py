@@ -31,15 +31,13 @@ EXACT: dict[str, dict[str, Any]] = {
     "plain": {},
     "parameters on the host": {"fsdp_cpu_offload": True},
     "optimizer on the host": {"offload_optimizer": True},
-    "optimizer on the host, steps on the device": {"offload_optimizer": True, "offload_optimizer_step": "device"},
     "activations on the host": {"offload_activations": True},
     "inputs of layers on the host": {"offload_activations": True, "gradient_checkpointing": True},
     "checkpointing": {"gradient_checkpointing": True},
     "selective checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
-    "every second layer": {"gradient_checkpointing": True, "gradient_checkpointing_every": 2},
     "compile": {"compile": True},
     "compile and checkpointing": {"compile": True, "gradient_checkpointing": True},
-    "no resharding, no prefetch": {"fsdp_reshard_after_forward": False, "fsdp_prefetch": False},
+    "no resharding": {"fsdp_reshard_after_forward": False},
     "rank 0 loads": {"load_strategy": "rank0"},
 }
 HALF: dict[str, dict[str, Any]] = {

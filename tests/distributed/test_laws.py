@@ -42,8 +42,8 @@ METRICS = 1e-4  # float32
 NUM_STEPS = 2
 SMALL_PACKS = 96  # several for each rank
 SLICES = (1, 1 << 30)  # bytes
-MEMORY = {"gradient_checkpointing", "gradient_checkpointing_kind", "gradient_checkpointing_every"}
-MEMORY |= {"offload_activations", "offload_optimizer", "offload_optimizer_step", "load_strategy"}
+MEMORY = {"gradient_checkpointing", "gradient_checkpointing_kind"}
+MEMORY |= {"offload_activations", "offload_optimizer", "load_strategy"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family and changes
     "dense": ("qwen3", {}),
     "tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": zoo.VOCAB_SIZE + 1}),  # uneven
@@ -58,8 +58,8 @@ ADAPTER = {"lora_rank": 4}
 SPLIT = {"tensor_parallel_size": 2}
 DEALT = {"context_parallel_size": 2}
 EXPERTS = {"expert_parallel_size": 2}
-LAYERS = {"gradient_checkpointing": True, "gradient_checkpointing_every": 2, "offload_activations": True}
-OPTIMIZER = {"offload_optimizer": True, "offload_optimizer_step": "device"}
+LAYERS = {"gradient_checkpointing": True, "offload_activations": True}
+OPTIMIZER = {"offload_optimizer": True}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Case:
 CASES = {
     2: [
         Case("dense"),
-        Case("dense", {"layout": "padded", "fsdp_reshard_after_forward": False, "fsdp_prefetch": False}),
+        Case("dense", {"layout": "padded", "fsdp_reshard_after_forward": False}),
         Case("dense", {"fsdp_cpu_offload": True, "load_strategy": "rank0"}),
         Case("tied", SPLIT),
         Case("dense", DEALT),

@@ -32,11 +32,11 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gathered": ("llama", 1024, WIDE, {"fsdp_reshard_after_forward": False}),
     "checkpointed": ("qwen3", 1024, {"num_hidden_layers": 6}, {"gradient_checkpointing": True, "bf16": True}),
     "experts": ("qwen3_moe", 1024, {}, {}),
-    "mla": ("deepseek_v3", 1024, {}, {"fsdp_prefetch": False}),
+    "mla": ("deepseek_v3", 1024, {}, {}),
     "selective": ("qwen3", 1024, {"num_hidden_layers": 6}, {**RECOMPUTED, "gradient_checkpointing_kind": "selective"}),
     "moved": (
         *("qwen3", 1024, {"num_hidden_layers": 6}),
-        {**RECOMPUTED, "gradient_checkpointing_every": 2, "offload_activations": True, "offload_optimizer": True},
+        {**RECOMPUTED, "offload_activations": True, "offload_optimizer": True},
     ),
     "layers split": ("llama", 1024, WIDE, {"tensor_parallel_size": 2}),
     "experts split": ("qwen3_moe", 1024, {}, {"expert_parallel_size": 2}),

@@ -1,4 +1,4 @@
-"""Sharded gradients are the sum over ranks on any mesh, with offload, without resharding or prefetching."""
+"""Sharded gradients are the sum over ranks on any mesh, with offload, without resharding."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -30,7 +29,6 @@ WAYS: dict[str, dict[str, bool]] = {
     "plain": {},
     "offload": {"cpu_offload": True},
     "kept": {"reshard_after_forward": False},
-    "no prefetch": {"prefetch": False},
 }
 
 
@@ -51,12 +49,6 @@ def test_gradients_are_those_of_one_process(checkpoints: Path):
 def test_bfloat16_computes_what_the_stock_model_computes(checkpoints: Path):
     for reports in spawn(2, _bfloat16, checkpoints):
         assert reports == {name: {"logits": True, "masters and gradients": {torch.float32}} for name in STOCK}
-
-
-def test_prefetch_gathers_one_layer_ahead(checkpoints: Path):
-    """Which groups lie gathered while the first layer computes: its own and the root's, and the next one or not."""
-    for with_prefetch, without in spawn(2, _gathered_in_first_layer, checkpoints):
-        assert (with_prefetch, without) == ([True, True], [True, False])
 
 
 def test_meshes():
@@ -137,29 +129,6 @@ def _bfloat16(root: Path) -> dict[str, dict[str, object]]:
         dtypes = {t.dtype for p in model.parameters() for t in (p, p.grad)}
         reports[name] = {"logits": equal, "masters and gradients": dtypes}
     return reports
-
-
-def _gathered_in_first_layer(root: Path) -> list[list[bool]]:
-    seen = []
-    for prefetch in (True, False):
-        model = _sharded(root / "qwen2", prefetch=prefetch)
-        first, second = model.model.layers
-        gathered: list[bool] = []
-
-        def look(*_: object, groups: tuple[FSDPModule, ...] = (first, second), into: list[bool] = gathered) -> None:
-            into += [_is_gathered(group) for group in groups]
-
-        first.mlp.register_forward_pre_hook(look)
-        with torch.no_grad():
-            model(input_ids=_rows()[0], use_cache=False)
-        seen.append(gathered)
-    return seen
-
-
-def _is_gathered(group: FSDPModule) -> bool:
-    """Or on the way: an all-gather was started."""
-    state = group._get_fsdp_state()._fsdp_param_groups[0]
-    return state.is_unsharded or state._all_gather_result is not None
 
 
 def _meshes() -> list[object]:

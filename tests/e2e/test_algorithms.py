@@ -95,23 +95,6 @@ def test_compiled_layers_train_as_plain_ones(checkpoint: Path, tmp_path: Path) -
     )
 
 
-def test_entropy_is_computed_in_the_first_of_several_rollouts_and_absent_in_the_others(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    rows = {}
-    for interval in ("1", "2"):
-        argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / interval), *TINY]
-        flags = ["--num-rollout", "3", "--entropy-interval", interval, "--steps-per-rollout", "2"]
-        result = command.run([*argv, *flags], tmp_path / f"out{interval}")
-        assert result.code == 0, result.err
-        rows[interval] = metrics_of(tmp_path / interval)
-    names = {"policy/entropy", "loss/entropy"}
-    for number, (every, second) in enumerate(zip(rows["1"], rows["2"], strict=True)):
-        assert every.keys() - second.keys() == (names if number == 1 else set())
-        compared = [name for name in second if name.startswith(("policy/", "loss/", "optim/"))]
-        assert [second[name] for name in compared] == [every[name] for name in compared]
-
-
 def test_where_every_response_is_cut_off_the_flag_is_named(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY, "--mask-truncated"]
     result = command.run([*argv, "--rollout-max-response-len", "2"], tmp_path)

@@ -71,8 +71,8 @@ def test_a_finished_run_is_scored_on_other_data_with_other_options(run: Path, tm
 @pytest.mark.parametrize("data", ["rows.jsonl", "reasoning_gym:spell_backward"])
 def test_what_a_run_says_of_its_own_data_does_not_hinder_other_data(data: str, run: Path, tmp_path: Path) -> None:
     trained_on = [
-        ["--prompt-data", "x.csv", "--input-key", "question", "--prompt-data-streaming", "--prompt-data-buffer", "7"],
-        ["--prompt-data", "reasoning_gym:spell_backward?max_word_len=6", "--data-size", "500"],
+        ["--prompt-data", "x.csv", "--input-key", "question", "--prompt-data-streaming"],
+        ["--prompt-data", "reasoning_gym:spell_backward?max_word_len=6&size=500"],
         ["--prompt-data", "a/b", "--prompt-split", "train[:9]", "--input-key", "question"],
     ]
     for number, flags in enumerate(trained_on):

@@ -147,7 +147,7 @@ def shrink(recipe: dict[str, Any], config: Config, folder: Path) -> int:
     if "eval_prompt_data" not in data:
         data["eval_size"] = 2
     if data["prompt_data"].startswith("reasoning_gym:"):
-        data["data_size"] = 64
+        data["prompt_data"] += ("&" if "?" in data["prompt_data"] else "?") + "size=64"
     rollout |= {"engine": "hf", "batch_size": 4, "max_prompt_len": 960, "max_response_len": 8, "max_batch_tokens": 8192}
     batch["max_tokens_per_gpu"] = 1024
     recipe["algorithm"]["n_samples_per_prompt"] = 4

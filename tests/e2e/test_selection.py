@@ -15,7 +15,7 @@ FLAGS = [
     *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-interval", "0", "--no-bf16"),
     *("--reward", "tests.e2e.rewards:by_label", "--lr", "1e-3", "--log-to"),
 ]
-SELECT = ["--algorithm", "dapo", "--curriculum", "pass_rate", "--curriculum-floor", "0.2"]
+SELECT = ["--algorithm", "dapo", "--curriculum", "pass_rate"]
 
 
 def run(checkpoint: Path, folder: Path, *flags: str, labels: list[str] = LABELS, num_ranks: int = 1) -> command.Result:

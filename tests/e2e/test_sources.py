@@ -29,7 +29,7 @@ def write(folder: Path) -> list[str]:
 
 def ids_on_this_rank(sources: list[str]) -> list[str]:
     config = Config(
-        hf_checkpoint="x", algorithm="sft", prompt_data=sources, prompt_data_streaming=True, prompt_data_buffer=4,
+        hf_checkpoint="x", algorithm="sft", prompt_data=sources, prompt_data_streaming=True,
         eval_size=2,
     )  # fmt: skip
     return [prompt.id for prompt in build_data(config, tiny_tokenizer(), None, None).stream.next(60)]
@@ -66,7 +66,7 @@ def test_a_resumed_run_on_two_sources_equals_an_uninterrupted_one(streaming, che
     argv = ["--hf-checkpoint", str(checkpoint), "--algorithm", "sft", "--prompt-data", *write(tmp_path / "data")]
     argv += ["--rollout-batch-size", "6", "--no-bf16", "--no-export", "--eval-size", "4", "--eval-interval", "2"]
     argv += ["--max-tokens-per-gpu", "128", "--lr", "1e-3", "--log-to"]
-    argv += ["--prompt-data-streaming", "--prompt-data-buffer", "4"] * streaming
+    argv += ["--prompt-data-streaming"] * streaming
 
     def run(name: str, steps: int) -> list[dict[str, Any]]:
         options = ["--output-dir", str(tmp_path / name), "--num-rollout", str(steps), "--save-interval", "2"]

@@ -89,12 +89,11 @@ def _compare(case: Case, folder: Path) -> Found:
     from megatron.core import parallel_state as ps
 
     from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, run_packs
-    from fsdptrain.megatron.groups import process_groups
     from fsdptrain.megatron.masters import Masters, wrap
 
     built = cases.build(folder, **case.split)
     wrong = _changed(built, folder)
-    wrapped, group = wrap(built.model), process_groups()
+    wrapped = wrap(built.model)
     masters, head = Masters(wrapped), LogprobsHead(cases.VOCAB_SIZE, case.layout, chunk_size=8)
     wanted, expected = transformers_says(folder, case.num_packs)
     rank, size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
@@ -105,8 +104,7 @@ def _compare(case: Case, folder: Path) -> Found:
         return (values * batch.advantages).sum(), torch.zeros((), dtype=torch.int), values.detach()
 
     wrapped.zero_grad_buffer()
-    shape = group.ep if case.split.get("moe_dispatcher") == "allgather" else None
-    values = run_packs(wrapped, own, finish, layout=case.layout, train=True, same_shape=shape)
+    values = run_packs(wrapped, own, finish, layout=case.layout, train=True)
     masters.reduce_gradients()
     values = from_last_stage(values, [batch.advantages for batch in own])
     errors = [float((a - b).abs().max()) for a, b in zip(values, wanted[rank::size], strict=True)]

@@ -19,7 +19,6 @@ CASES = [
     Case("llama", {"pipeline_parallel": 2}, 2),
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
     Case("qwen3_moe", {"expert_parallel": 2}, 2, renormalized=True),
-    Case("qwen3_moe", {"expert_parallel": 2, "moe_dispatcher": "allgather"}, 2),
     Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 2, tied=True),
     Case("qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True}, 2),
     Case("deepseek_v3", {}),

@@ -43,7 +43,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ),
     ("llama", {}, {"pipeline_parallel": 3}, "--megatron-pipeline-parallel 3 must divide the 2 layers", "lower it"),
     ("llama", {}, {"expert_parallel": 2}, "--megatron-expert-parallel: a llama has no experts", "remove it"),
-    ("llama", {}, {"moe_dispatcher": "allgather"}, "--megatron-moe-dispatcher: a llama has no experts", "remove it"),
     (
         "llama",
         {},

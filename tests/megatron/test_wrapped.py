@@ -31,7 +31,6 @@ CASES = [
         if family != "qwen3_5_text"
         for case in (
             Case(family, EXPERTS, 2, "packed"),
-            Case(family, EXPERTS | {"moe_dispatcher": "allgather"}, 2),
             Case(family, EXPERTS | CONTEXT, 2, "packed"),
         )
     ),
@@ -96,7 +95,6 @@ def test_classes_are_those_that_the_models_own_layers_have():
         ("qwen3", {"spec": WRAPPED}, {"plain": "packed"}),  # as `inspect` builds the copy of a run that deals packs
         ("qwen3_next", {"spec": "my.layers:mine"}, {"engine bf16": "packed", "plain": "padded"}),
         ("qwen3_next", {}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),
-        ("qwen3_next", {"moe_dispatcher": "allgather"}, dict.fromkeys(("engine bf16", "plain"), "padded")),
     ],
 )
 def test_packs_go_only_where_their_boundaries_are_understood(family: str, split: dict, layout: dict[str, Layout]):

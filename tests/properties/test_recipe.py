@@ -26,7 +26,7 @@ VALUES = {
     "fp16": st.booleans(),
     "trust_remote_code": st.booleans(),
     "fsdp_cpu_offload": st.booleans(),
-    "fsdp_prefetch": st.booleans(),
+    "fsdp_reshard_after_forward": st.booleans(),
     "rollout_seed": st.integers(-(2**61), 2**61),
     "num_rollout": st.integers(0, 10**12),
     "lr": st.floats(0, 1e9),

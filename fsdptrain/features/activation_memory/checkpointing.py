@@ -81,13 +81,13 @@ class Recomputed:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel, *, kind: CheckpointingKind = "full", every: int = 1) -> None:
-    """Recompute layers 0, `every`, 2 * `every` and so on, also of a trained vision tower.
+def enable_gradient_checkpointing(model: PreTrainedModel, *, kind: CheckpointingKind = "full") -> None:
+    """Recompute all decoder layers, also those of a trained vision tower.
 
     Gradients are bitwise equal to those without recomputation.
     """
     tower = tower_layers(model) if any(p.requires_grad for p in vision_parameters(model).values()) else []
-    for layer in [*decoder_layers(model)[::every], *tower[::every]]:
+    for layer in [*decoder_layers(model), *tower]:
         assert not isinstance(layer, FSDPModule), "enable_gradient_checkpointing comes before shard_model"
         layer.forward = Recomputed(layer.forward, kind=kind)
 

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, Excludes, Requires
 from fsdptrain.config.section import Section
 
@@ -24,8 +22,6 @@ class ActivationMemoryConfig(Section):
     ] = "full"
     """`full`: store the input of a layer. `selective`: also store results of matrix products and attention, and
     recompute cheap operations."""
-    gradient_checkpointing_every: Annotated[int, Requires("gradient_checkpointing"), FSDP_ONLY] = Field(default=1, ge=1)
-    """Recompute every n-th layer only. [layers]"""
     offload_activations: Annotated[bool, FSDP_ONLY] = False
     """Move activations of decoder layers to host memory until the backward pass. Best with --gradient-checkpointing."""
 

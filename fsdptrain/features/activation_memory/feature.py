@@ -28,11 +28,11 @@ class CheckpointingFeature(Feature):
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         del meshes
-        kind, every = self._options.gradient_checkpointing_kind, self._options.gradient_checkpointing_every
+        kind = self._options.gradient_checkpointing_kind
         with raise_on_all_ranks(ConfigError, "--gradient-checkpointing-kind"):
             if kind == "selective":
                 check_selective(model.config, trust_remote_code=self._trust_remote_code)
-            enable_gradient_checkpointing(model, kind=kind, every=every)
+            enable_gradient_checkpointing(model, kind=kind)
 
 
 class OffloadFeature(Feature):

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, RL_ONLY, TUNING, Excludes, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, RL_ONLY, TUNING, Excludes, Problem, Requires
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -59,10 +59,6 @@ class DistillationConfig(Section):
     ] = None
     """Prompt of the teacher, with {prompt} (last message of the user) and {label} replaced by those of the row, e.g.
     "{prompt} A correct answer is {label}.". Default: the prompt of the policy."""
-    teacher_api_key_env: Annotated[str | None, NEUTRAL] = None
-    """Environment variable that holds the API key of the teacher's server."""
-    teacher_timeout: Annotated[float, NEUTRAL] = Field(default=600.0, gt=0.0)
-    """Longest time of one request to the teacher's server. [s]"""
 
     @property
     def enabled(self) -> bool:
@@ -84,10 +80,7 @@ class DistillationConfig(Section):
         if not self.enabled:
             return
         if self.is_server and "@" in urlsplit(self.teacher or "").netloc:
-            yield "--opd-teacher names a user in its URL: leave it out, and name a key by --opd-teacher-api-key-env"
-        if not self.is_server:
-            reason = "with a teacher that is no server: remove it"
-            yield from config.without_effect(["opd_teacher_api_key_env", "opd_teacher_timeout"], reason)
+            yield "--opd-teacher names a user in its URL: leave it out, and give a key by the variable TEACHER_API_KEY"
         if self.teacher == SELF and self.teacher_prompt is None:
             yield "--opd-teacher self needs --opd-teacher-prompt: with the same prompt the teacher is the policy"
         if self.teacher_prompt is not None and not re.search(r"\{(prompt|label)\}", self.teacher_prompt):

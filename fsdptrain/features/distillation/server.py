@@ -24,6 +24,8 @@ from fsdptrain.model.logit_passes import EXCLUDED
 from fsdptrain.types import PackedBatch
 
 CONCURRENCY = 64  # requests of a rank in flight; the server queues them
+API_KEY = "TEACHER_API_KEY"  # environment variable
+TIMEOUT = 600.0  # of one request [s]
 ATTEMPTS, WAIT_S = 3, 1.0  # per request, and before the second one
 LOWEST = -9999.0  # vLLM's value for -inf
 SMALLEST_REST = 1e-7  # probability of all tokens but the k most likely, which the server rounds to float32
@@ -47,15 +49,9 @@ class ServerTeacher:
         """
         options = config.section(DistillationConfig)
         assert options.teacher is not None
-        url, key = options.teacher.rstrip("/"), None
-        if options.teacher_api_key_env is not None:
-            key = os.environ.get(options.teacher_api_key_env)
-            if key is None:
-                raise ConfigError(f"--opd-teacher-api-key-env {options.teacher_api_key_env} is not set: export it")
+        url, key = options.teacher.rstrip("/"), os.environ.get(API_KEY)
         try:
-            with httpx.Client(
-                headers=_headers(key), timeout=min(60.0, options.teacher_timeout), trust_env=False
-            ) as client:
+            with httpx.Client(headers=_headers(key), timeout=60.0, trust_env=False) as client:
                 served = _json(client.get(f"{url}/v1/models"))["data"][0]
                 model, limit = served["id"], served["max_model_len"]
                 body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
@@ -78,8 +74,7 @@ class ServerTeacher:
                 f"{config.longest_sequence} and one more: lower --rollout-max-prompt-len, or raise --max-model-len of "
                 "the server"
             )
-        timeout = options.teacher_timeout
-        return cls(url, model=model, key=key, timeout=timeout, top_k=options.top_k, vocab_size=vocab_size)
+        return cls(url, model=model, key=key, timeout=TIMEOUT, top_k=options.top_k, vocab_size=vocab_size)
 
     @property
     def line(self) -> str:

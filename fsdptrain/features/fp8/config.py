@@ -25,8 +25,6 @@ class Fp8Config(Section):
     fp8: Annotated[list[Where], _LIST, FSDP_ONLY] = Field(default=[])
     """Where to compute linear layers in 8-bit floats. `training`: in the forward and backward pass, by torchao.
     `rollout`: vLLM quantizes the weights that it gets. Both: `--fp8 training rollout`."""
-    fp8_recipe: Annotated[Literal["rowwise", "tensorwise"], Requires("fp8"), FSDP_ONLY] = "rowwise"
-    """Scales of --fp8 training. `rowwise`: one per token and per output. `tensorwise`: one per tensor, faster."""
     fp8_skip: Annotated[Names, Requires("fp8"), FSDP_ONLY] = Field(default=[])
     """Layers that --fp8 training leaves in the compute dtype, by name or pattern, e.g. down_proj 'model.layers.0.*'."""
 
@@ -46,7 +44,7 @@ class Fp8Config(Section):
             yield f"--fp8 {' '.join(self.fp8)} names a place twice: name it once"
         if not self.trains:
             reason = "without --fp8 training: remove it"
-            yield from config.without_effect(["fp8_recipe", "fp8_skip"], reason)
+            yield from config.without_effect(["fp8_skip"], reason)
         else:
             for condition in map(Condition.parse, _NOT_TESTED):
                 if config.holds(condition):

@@ -69,11 +69,11 @@ class Fp8Feature(Feature):
         """Change the layers, and measure by how much logprobs of random tokens change. Collective."""
         before = _logprobs(model, probe.layout, vocab_size)
         for layer in self._found:
-            _convert(layer, self._options.fp8_recipe)
+            _convert(layer)
         difference = (_logprobs(model, probe.layout, vocab_size) - before).abs().mean().item()
         emulated = "" if platform.device_type() == "cuda" else ", emulated"
         self._line = (
-            f"fp8 {self._options.fp8_recipe}{emulated}: {len(self._found)} linear layers; logprobs of random tokens "
+            f"fp8 rowwise{emulated}: {len(self._found)} linear layers; logprobs of random tokens "
             f"differ by {difference:.2g} from those without"
         )
 
@@ -104,13 +104,13 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}") or fnmatch(name, pattern)
 
 
-def _convert(layer: nn.Linear, recipe: str) -> None:
+def _convert(layer: nn.Linear) -> None:
     """Change `layer` to torchao's class in place: FSDP2 refers to the module and its parameters."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     emulate = platform.device_type() != "cuda"
     # The gradient of the weight sums over the tokens of a pack, whose number is no multiple of 16.
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate)
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True, emulate=emulate)
     with torch.device("meta"):
         like = convert_to_float8_training(nn.Linear(_MULTIPLE, _MULTIPLE, bias=False), config=config)
     assert isinstance(like, nn.Linear)

@@ -1,6 +1,6 @@
 """Build a small random model with the code paths of a large one: real layers, one of each kind, no weights needed.
 
-`inspect` and `--dry-run --probe` measure it. Widths are reduced where that changes only the size. Sliding windows are
+`inspect` measures it. Widths are reduced where that changes only the size. Sliding windows are
 shortened so that the probe exceeds them.
 """
 

@@ -127,16 +127,6 @@ def _differences(config: Config) -> Mapping[str, list[str]]:
     return {name: names for name, names in vars(compare_names(model, path, weight_files(path))).items() if names}
 
 
-def probe_line(config: Config) -> str:
-    """Return the layout of the model and its numerical differences on a small random copy. Needs no weights and no GPU.
-
-    Raises CheckpointError if there is no config.json, and NumericsError if no layout is exact.
-    """
-    model, _ = meta_model(config)
-    probe = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
-    return f"{probe.line}, backward {probe.gradient_difference:.2g}, on a small random copy on the CPU"
-
-
 def raise_problems(report: Inspection, *, strict: bool) -> None:
     """Raise the error that a run would raise.
 

@@ -27,6 +27,7 @@ from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams, Turn
 
 ROLES = ("user", "tool", "system")  # roles of an observation; `assistant` is the model
+REPLY_TIMEOUT = 60.0  # of an environment [s]
 _NEVER = object()  # state of an episode that has not started
 
 
@@ -266,7 +267,8 @@ def build_multi_turn(
         reads_environment=reads_environment,
         renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=config.environment.max_observation_len),
         threads=StepThreads(
-            num_threads=config.environment.environment_workers, timeout=config.environment.environment_timeout
+            num_threads=config.environment.environment_workers,
+            timeout=config.environment.environment_timeout or REPLY_TIMEOUT,
         ),
         tokenizer=tokenizer,
         max_turns=config.environment.max_turns,

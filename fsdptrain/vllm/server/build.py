@@ -30,6 +30,7 @@ from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name, shared
 log = logging.getLogger(__name__)
 
 _REQUIRED = {"tokens_only": True, "enable_prompt_tokens_details": True}
+API_KEY = "ROLLOUT_API_KEY"  # environment variable, for servers that run already
 _RESERVED = frozenset(
     {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "enable_lora", "scheduling_policy"}
     | {*_REQUIRED, *PLUGIN, *MIDDLEWARE}
@@ -72,7 +73,7 @@ def _open_servers(
         with_deltas=options.weight_transfer != "file",
     )
     if vllm.urls:
-        key = _api_key(vllm.api_key_env)
+        key = os.environ.get(API_KEY)
         servers = [Server(VLLMClient(url, key)) for url in vllm.urls]
         for server in servers:
             require_private(server.client.host, server.client.url, allow_public=vllm.allow_public_servers)
@@ -152,12 +153,3 @@ def weight_path(config: Config, checkpoint: Path) -> Path:
         if shared is not None:
             return shared / name
     return Path(config.run.output_dir) / name
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise ConfigError(f"--rollout-api-key-env {variable}: this environment variable is not set; set it")
-    return key

@@ -43,14 +43,14 @@ def converted(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
 
 
-def gradients_of_one_sample(checkpoint: str, recipe: str) -> tuple[Gradients, list[str]]:
-    backend = backend_of(checkpoint, fp8_recipe=recipe)
+def gradients_of_one_sample(checkpoint: str) -> tuple[Gradients, list[str]]:
+    backend = backend_of(checkpoint)
     found = keep_gradients(backend._optimizer)
     backend.train_step(packs_of_this_rank(samples(1), 128), objective, LossConfig())
     return found, converted(backend.model)
 
 
-def plain_gradients(checkpoint: str, recipe: str | None) -> tuple[Gradients, list[str]]:
+def plain_gradients(checkpoint: str, recipe: str | None = "rowwise") -> tuple[Gradients, list[str]]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     if recipe is not None:
         options = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
@@ -63,10 +63,9 @@ def plain_gradients(checkpoint: str, recipe: str | None) -> tuple[Gradients, lis
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, converted(model)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_gradients_are_those_of_torchao(checkpoint: str, recipe: str) -> None:
-    [(found, layers)] = spawn(1, gradients_of_one_sample, checkpoint, recipe)
-    torchao, of_torchao = plain_gradients(checkpoint, recipe)
+def test_gradients_are_those_of_torchao(checkpoint: str) -> None:
+    [(found, layers)] = spawn(1, gradients_of_one_sample, checkpoint)
+    torchao, of_torchao = plain_gradients(checkpoint)
     stock, _ = plain_gradients(checkpoint, None)
     assert layers == of_torchao
     assert "lm_head" not in layers
@@ -142,12 +141,11 @@ def test_rollouts_in_fp8_are_the_quantization_of_vllm() -> None:
         engine_options(values, on_gpu=False)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_the_kernels_of_a_gpu_take_packs_of_any_number_of_tokens(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_a_gpu_take_packs_of_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta tensors torch checks the sizes that its CUDA kernels take."""
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     layer = nn.Linear(64, 32, bias=False, device="meta", dtype=torch.bfloat16)
-    _convert(layer, recipe)
+    _convert(layer)
     layer(torch.randn(63, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     assert layer.weight.grad is not None
     assert layer.weight.grad.shape == (32, 64)

@@ -146,7 +146,6 @@ def test_evaluation_needs_prompts_and_a_time():
         ({"kl_reward_coef": 0.1}, "--kl-reward-coef 0.1"),
         ({"entropy_coef": 0.01}, "--entropy-coef 0.01"),
         ({"router_aux_loss_coef": "config"}, "--router-aux-loss-coef config"),
-        ({"skip_zero_advantage": False}, "--no-skip-zero-advantage"),
     ],
     ids=str,
 )

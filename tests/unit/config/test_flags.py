@@ -99,17 +99,17 @@ def test_a_mistake_is_one_line_and_nothing_is_printed(argv, line, capsys):
 
 def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(tmp_path):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("hf_checkpoint: y\noptim:\n  lr: 1e-6\n  adam_beta1: 0.8\nfsdp_prefetch: false\nbf16: false\n")
+    recipe.write_text("hf_checkpoint: y\noptim:\n  lr: 1e-6\n  adam_beta1: 0.8\nlayout: padded\nbf16: false\n")
     resolved = resolve(["--recipe", str(recipe), "--lr", "3e-6", "--bf16"])
     config, sources = resolved.config, resolved.sources
     assert (config.optim.lr, config.optim.adam_beta1, config.optim.adam_beta2) == (3e-6, 0.8, 0.95)
-    assert (config.fsdp.prefetch, config.model.bf16, config.model.hf_checkpoint) == (False, True, "y")
+    assert (config.model.layout, config.model.bf16, config.model.hf_checkpoint) == ("padded", True, "y")
     given = {key: source for key, source in sources.items() if source != "default"}
     assert given == {
         "hf_checkpoint": "recipe",
         "lr": "flag",
         "adam_beta1": "recipe",
-        "fsdp_prefetch": "recipe",
+        "layout": "recipe",
         "bf16": "flag",
     }
 
@@ -126,7 +126,6 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "mask_offpolicy_in_partial_rollout": ahead,
         "hub_private": ["--push-to-hub", "a/b"],
         "fp16": ["--no-bf16"],
-        "probe": ["--dry-run"],
         "prompt_data_streaming": ["--prompt-data", "x.jsonl"],
         "sft_eval_generate": ["--algorithm", "sft"],
         "use_opsm": ["--global-batch-size", "64"],

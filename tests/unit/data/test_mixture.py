@@ -115,7 +115,6 @@ def test_sources_have_short_names(specs: list[str], names: list[str]) -> None:
         ),
         ({"prompt_data": ["a=1", "b=1"], "curriculum": "pass_rate"}, "--curriculum pass_rate needs one source"),
         ({"prompt_data": ["a=1", "environment=1"], "environment": "x:y"}, "--prompt-data environment cannot be mixed"),
-        ({"prompt_data": "a", "prompt_data_buffer": 5}, "--prompt-data-buffer has no effect .*--prompt-data-streaming"),
         (
             {"prompt_data": "a", "prompt_data_streaming": True, "curriculum": "pass_rate"},
             "--prompt-data-streaming does not work with --curriculum pass_rate",
@@ -148,8 +147,8 @@ def test_no_source_replaces_another_by_its_name(names: list[str]) -> None:
 def test_the_system_prompt_is_that_of_the_source(tokenizer: Any, tmp_path: Path) -> None:
     """--system-prompt auto has an instruction for reasoning_gym data only."""
     (tmp_path / "chats.jsonl").write_text("".join(f'{{"prompt": "{i}", "label": "x"}}\n' for i in range(20)))
-    files, gym = f"{tmp_path}/chats.jsonl=0.5", "reasoning_gym:spell_backward=0.5"
-    values: dict[str, Any] = {"hf_checkpoint": "x", "data_size": 20, "eval_size": 4, "max_tokens_per_gpu": 4096}
+    files, gym = f"{tmp_path}/chats.jsonl=0.5", "reasoning_gym:spell_backward?size=20=0.5"
+    values: dict[str, Any] = {"hf_checkpoint": "x", "eval_size": 4, "max_tokens_per_gpu": 4096}
     data = build_data(Config(**values, reward="exact", prompt_data=[gym, files]), tokenizer, None, None)
     for prompt in [*data.prompts, *data.stream.next(20)]:
         assert ("<answer>" in prompt.text) == prompt.id.startswith("spell_backward/")

@@ -248,7 +248,7 @@ def test_short_rows_after_many_long_ones_are_found_in_order_and_after_a_resume(t
 
 def test_training_has_no_row_with_the_content_of_an_evaluation_row(tokenizer: Any) -> None:
     """Also if the data repeat themselves."""
-    data = DataConfig(prompt_data="reasoning_gym:spell_backward?max_word_len=3", data_size=1500)
+    data = DataConfig(prompt_data="reasoning_gym:spell_backward?max_word_len=3&size=1500")
     train, held_out = split_rows(load_rows(data, seed=0), 32, seed=0)
     hashes = {content_hash(row) for row in held_out}
     repeated = sum(content_hash(train[i]) in hashes for i in range(len(train)))

@@ -165,13 +165,13 @@ def test_data_that_cannot_be_read_is_one_line(name, content, message, tmp_path, 
 
 
 def test_reasoning_gym_rows_carry_what_their_scorer_needs() -> None:
-    rows = load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=3)
+    rows = load_rows(config("reasoning_gym:spell_backward?size=50"), seed=3)
     entry = rows[7].metadata["entry"]
     assert len(rows) == 50
     assert (rows[7].prompt, rows[7].label) == (entry["question"], entry["answer"])
     assert rows[7].metadata["task"] == "spell_backward"
-    assert rows[7] == load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=3)[7]
-    assert rows[7].prompt != load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=4)[7].prompt
+    assert rows[7] == load_rows(config("reasoning_gym:spell_backward?size=50"), seed=3)[7]
+    assert rows[7].prompt != load_rows(config("reasoning_gym:spell_backward?size=50"), seed=4)[7].prompt
 
 
 def test_reasoning_gym_takes_typed_parameters_and_lists() -> None:
@@ -204,7 +204,7 @@ def test_a_task_or_parameter_that_does_not_exist_is_an_error(spec: str, message:
 
 def test_generated_rows_are_lazy() -> None:
     """A row of knight_swap takes up to two seconds, so this ends only if no other row is made."""
-    rows = load_rows(config("reasoning_gym:knight_swap", data_size=10**9), seed=0)
+    rows = load_rows(config("reasoning_gym:knight_swap?size=1000000000"), seed=0)
     assert len(rows) == 10**9
     assert rows[10**8].id == "knight_swap:100000000"
     with pytest.raises(IndexError):

@@ -40,16 +40,17 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder / "shards"
 
 
-def data_of(path: object, buffer: int = 5) -> DataConfig:
-    return DataConfig(prompt_data=str(path), prompt_data_streaming=True, prompt_data_buffer=buffer)
+def data_of(path: object) -> DataConfig:
+    return DataConfig(prompt_data=str(path), prompt_data_streaming=True)
 
 
 def stream(path: Path, tokenizer: Any, *, buffer: int = 5, skip: int = 0, **options: Any) -> StreamedPrompts:
-    data = data_of(path, buffer)
+    data = data_of(path)
     rows = open_stream(data, image_key=None, sft=None)
     rows = rows.split(skip)[0] if skip else rows
     limit = options.pop("max_prompt_len", None)
-    return StreamedPrompts(rows, tokenizer, data=data, rollout=RolloutConfig(**options), max_prompt_len=limit)
+    rollout = RolloutConfig(**options)
+    return StreamedPrompts(rows, tokenizer, data=data, rollout=rollout, max_prompt_len=limit, block_size=buffer)
 
 
 def labels(prompts: list[Any]) -> list[int]:
@@ -135,5 +136,3 @@ def test_what_cannot_be_streamed_is_one_line(path: Path, tokenizer: Any, tmp_pat
         open_stream(data_of(f"{path}?size=3"), image_key=None, sft=None)
     with pytest.raises(DataError, match="none of 23 rows can be trained on, 23 are longer than 3 tokens"):
         stream(path, tokenizer, max_prompt_len=3).next(1)
-    with pytest.raises(DataError, match="--prompt-data-buffer 4 differs from that of the checkpoint, 5"):
-        stream(path, tokenizer, buffer=4).load_state_dict(stream(path, tokenizer).state_dict())

@@ -97,7 +97,6 @@ def test_each_step_of_recomputing_keeps_less(name: str):
     model = zoo.build(name)
     options: list[dict[str, Any]] = [
         {},
-        {**FULL, "gradient_checkpointing_every": 2},
         {**FULL},
         {**FULL, "offload_activations": True},
     ]

@@ -216,12 +216,12 @@ def test_a_new_event_loop_gets_a_new_client() -> None:
 def test_the_options_make_the_judge(tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.txt"
     rubric.write_text("rate {response}")
-    options: dict[str, Any] = {"judge_url": "http://h/v1", "judge_model": "m", "judge_max_score": 4.0}
+    options: dict[str, Any] = {"judge_url": "http://h/v1", "judge_model": "m"}
     config = Config(hf_checkpoint="x", reward=["judge=2"], judge_rubric=str(rubric), **options)
     weighted = build_reward(config.reward, prompt_data=["x"])
     judge = weighted.components[0].function
     assert isinstance(judge, Judge)
-    assert (judge.url, judge.model, judge.rubric, judge.max_score) == ("http://h/v1", "m", "rate {response}", 4.0)
+    assert (judge.url, judge.model, judge.rubric, judge.max_score) == ("http://h/v1", "m", "rate {response}", 10.0)
     assert weighted.weights == {"judge": 2.0}
     assert not reads_environment(weighted)
     with pytest.raises(ConfigError, match=r"--judge-rubric 'missing[.]txt' must be a text, or a file"):

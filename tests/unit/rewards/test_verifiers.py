@@ -82,7 +82,7 @@ def test_reasoning_gym_uses_the_scorer_of_the_task() -> None:
     from fsdptrain.data.sources import load_rows
 
     for task in ("spell_backward", "gsm_symbolic", "countdown"):
-        row = load_rows(DataConfig(prompt_data=f"reasoning_gym:{task}", data_size=5), seed=0)[3]
+        row = load_rows(DataConfig(prompt_data=f"reasoning_gym:{task}?size=5"), seed=0)[3]
         asked = prompt(row.label, **row.metadata)
         assert REWARDS["reasoning_gym"](asked, f"well... <answer>{row.label}</answer>") == 1
         wrong = REWARDS["reasoning_gym"](asked, "<answer>-12345</answer>")
@@ -98,7 +98,7 @@ RAISING = ("prime_factorization", "boxnet", "coin_flip", "game_of_life")  # scor
 def test_an_answer_that_a_task_cannot_read_is_wrong_and_not_unscored(task: str) -> None:
     from fsdptrain.data.sources import load_rows
 
-    row = load_rows(DataConfig(prompt_data=f"reasoning_gym:{task}", data_size=1), seed=0)[0]
+    row = load_rows(DataConfig(prompt_data=f"reasoning_gym:{task}?size=1"), seed=0)[0]
     asked = prompt(row.label, **row.metadata)
     for answer in ODD_ANSWERS:
         assert 0 <= REWARDS["reasoning_gym"](asked, f"<answer>{answer}</answer>") < 0.5, answer

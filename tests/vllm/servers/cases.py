@@ -27,7 +27,7 @@ def options(model: Path, **more: Any) -> dict[str, Any]:
 
 def attached(model: Path, *urls: str, **more: Any) -> dict[str, Any]:
     """The same with servers that run."""
-    found = options(model, rollout_urls=list(urls), rollout_api_key_env="ROLLOUT_KEY", **more)
+    found = options(model, rollout_urls=list(urls), **more)
     return {name: value for name, value in found.items() if name not in ("rollout_num_servers", "rollout_kv_cache_gib")}
 
 

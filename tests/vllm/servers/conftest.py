@@ -164,7 +164,7 @@ def wait_for_both(engine: VLLMServerEngine) -> None:
 
 @pytest.fixture(autouse=True)
 def _api_key(monkeypatch) -> None:
-    monkeypatch.setenv("ROLLOUT_KEY", cases.KEY)
+    monkeypatch.setenv("ROLLOUT_API_KEY", cases.KEY)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

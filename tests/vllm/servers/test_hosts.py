@@ -33,7 +33,7 @@ def wait_until_up(hosts: TwoHosts, server: subprocess.Popen) -> None:
 def test_a_run_takes_a_server_of_another_host(tmp_path):
     model, folder = checkpoints.save("tied", tmp_path / "model"), tmp_path / "run"
     argv = ["--hf-checkpoint", str(model), *TINY_RUN, "--num-rollout", "2", "--output-dir", str(folder)]
-    argv += ["--rollout-engine", "vllm-server", "--rollout-urls", URL, "--rollout-api-key-env", "ROLLOUT_KEY"]
+    argv += ["--rollout-engine", "vllm-server", "--rollout-urls", URL]
     argv += ["--weight-transfer", "gloo", "--weight-sync-dir", str(tmp_path), "--max-tokens-per-gpu", "1024"]
     arguments = server_arguments(Config(**cases.options(model, max_tokens_per_gpu=1024)), model, on_gpu=False)
     listen = ["vllm.entrypoints.openai.api_server", "--host", ADDRESSES[1], "--port", "8000"]
@@ -43,7 +43,7 @@ def test_a_run_takes_a_server_of_another_host(tmp_path):
         server = hosts.start(1, [*listen, *arguments], variables, python=str(PYTHON))
         try:
             wait_until_up(hosts, server)
-            run = hosts.start(0, ["fsdptrain", *argv], {"ROLLOUT_KEY": cases.KEY})
+            run = hosts.start(0, ["fsdptrain", *argv], {"ROLLOUT_API_KEY": cases.KEY})
             try:
                 _, err = run.communicate(timeout=300)
             finally:
