@@ -105,7 +105,7 @@ def test_rows_are_read_as_they_are_needed(tokenizer: Any) -> None:
             yield {"prompt": f"{i}", "label": i}
 
     table = datasets.IterableDataset.from_generator(rows)
-    data = data_of("x", 4)
+    data = data_of("x")
     prompts = StreamedPrompts(
         RowStream(table, row_reader({"prompt": "", "label": 0}, data, where=""), "x"), tokenizer,
         data=data, rollout=RolloutConfig(),
