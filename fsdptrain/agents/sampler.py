@@ -29,10 +29,10 @@ from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.values import to_result
 from fsdptrain.threads import StepThreads
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import Agent
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
 from fsdptrain.trainer.samples.single_turn import GenerationRound
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams
 from fsdptrain.vllm.config import VllmConfig
 

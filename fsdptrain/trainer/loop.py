@@ -74,11 +74,11 @@ class TrainingLoop:
         self._kl = KlControl(config)
         self._profiler = StepProfiler(profiled(config.run.profile_steps), folder.path)
         self._phases = Phases(
-            components.timeline,
-            components.waits,
             components.backend,
             components.engine,
             offload=config.sync.offload_train,
+            stacks=components.stacks,
+            patience=0.9 * config.launch.dist_timeout,  # before a collective times out
         )
         self._report = Reporter(
             config,
@@ -86,7 +86,6 @@ class TrainingLoop:
             advantages=components.advantages,
             stream=components.stream,
             speed=components.speed,
-            timeline=components.timeline,
             planned_memory=components.planned_memory,
         )
 
@@ -130,14 +129,12 @@ class TrainingLoop:
                     self._evaluate()
                 if self._checkpoint_is_due:
                     self._save()
-                self._report.log_timeline(self.step)
             if self.stopped:
                 self._save_early()
             elif self._config.run.export:
                 with self._phases("save"):
                     self._backend.export(self._folder.path / EXPORT)
                 self.exported = self._folder.path / EXPORT
-        self._report.log_timeline(self.step)
 
     def evaluate(self) -> Metrics:
         """Evaluate the current weights. Returns the metrics. Raises ConfigError if there are no held-out rows."""
@@ -182,8 +179,7 @@ class TrainingLoop:
 
     def _train_on_rollout(self) -> None:
         """One rollout and its optimizer steps."""
-        begin = self._phases.timeline.now()
-        with self._phases.rollout(self.step + 1):
+        with self._phases.rollout():
             rollout = self._collect()  # generate, compute rewards and advantages
             self._call("on_rollout", rollout.samples)
             steps = self._pack(rollout)  # the packs of each optimizer step, equally many on every rank
@@ -196,12 +192,12 @@ class TrainingLoop:
                 self._weight_sync.observe(trained)
             self._push_weights()  # to the engine, then verify
             self._start_rollouts()
-        self._finish_step(rollout, steps, kl_metrics | trained, begin)
+        self._finish_step(rollout, steps, kl_metrics | trained)
         self._report.log_samples(tokens.rows(rollout.samples, self._tokenizer), "train", self.step)
 
     def _collect(self) -> RolloutBatch:
         """The samples of this rank, with advantages, none longer than a pack."""
-        batch, timeline, begin = self._config.batch, self._phases.timeline, self._phases.timeline.now()
+        batch = self._config.batch
         with self._phases("collect"):
             rollout = self._source.collect(self.step)
             with raise_on_all_ranks(RolloutError, "rollout"):
@@ -212,9 +208,7 @@ class TrainingLoop:
                     self._engine.sleep()
                     self._asleep = True
         self._phases.seconds.update(rollout.seconds)
-        made_here = () if self._source.in_flight else ("generate", "reward")
-        busy = timeline.busy(made_here, begin, timeline.now())
-        self._phases.seconds["idle"] = max(0.0, self._phases.seconds["collect"] - busy)
+        self._phases.seconds["idle"] = self._phases.seconds["collect"] if self._source.in_flight else 0.0
         if rollout.results is not None:  # after `raise_on_all_ranks`: it is collective
             kept = scale_over_batch(kept, self._advantages, metrics.reduce_sums)
         return replace(rollout, samples=kept, num_dropped=rollout.num_dropped + dropped)
@@ -284,12 +278,11 @@ class TrainingLoop:
         if self.step < self._config.run.num_rollout:
             self._source.run_ahead(self.step)
 
-    def _finish_step(self, rollout: RolloutBatch, steps: Sequence[StepBatches], trained: Metrics, begin: float) -> None:
+    def _finish_step(self, rollout: RolloutBatch, steps: Sequence[StepBatches], trained: Metrics) -> None:
         """Report the rollout that the last step was trained on."""
         values = self._report.sample_metrics(rollout, self.step - 1) | trained
         values |= self._kl.adapt(values)
         values |= self._report.speed_metrics(steps, self._phases, num_tokens=values["progress/tokens"])
-        values |= self._report.idle_metrics(begin, self._phases.seconds["step"])
         synced = self._weight_sync.metrics(self.step) if self._weight_sync else {}
         values |= metrics.reduce_max(synced) if synced else {}
         values |= self._report.progress_metrics(values)

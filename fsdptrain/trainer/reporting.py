@@ -10,13 +10,12 @@ import torch.distributed as dist
 from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.config import Config
 from fsdptrain.data.stream import PromptSource
-from fsdptrain.protocols import Logger, TimelineLogger
+from fsdptrain.protocols import Logger
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.trainer.speed import Speed
-from fsdptrain.trainer.timeline import WORKERS, Timeline
 from fsdptrain.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,6 @@ class Reporter:
         advantages: AdvantageRule,
         stream: PromptSource,
         speed: Speed,
-        timeline: Timeline,
         planned_memory: int | None,
     ) -> None:
         self.last: Metrics = {}  # the last value of every metric
@@ -46,7 +44,6 @@ class Reporter:
         self._advantages = advantages
         self._stream = stream
         self._speed = speed
-        self._timeline = timeline
         self._planned_memory = planned_memory
         self._reward_names = metrics.RewardNames()
         self._num_alike = 0  # rollouts in a row
@@ -84,15 +81,6 @@ class Reporter:
             **metrics.memory_metrics(planned=self._planned_memory),
         }
 
-    def idle_metrics(self, begin: float, seconds: float) -> Metrics:
-        """Of `seconds` since `begin`, the time in which nothing was generated, rewarded, trained, or synced. [s]"""
-        return metrics.reduce_max(
-            {
-                f"perf/{name}_idle_s": max(0.0, seconds - self._timeline.busy(stages, begin, begin + seconds))
-                for name, stages in WORKERS.items()
-            }
-        )
-
     def progress_metrics(self, of_rollout: Metrics) -> Metrics:
         """Totals of the run so far."""
         self.totals = {name: total + of_rollout[name] for name, total in self.totals.items()}
@@ -108,12 +96,6 @@ class Reporter:
         rows = [{"set": name, **row} for row in rows]
         for logger in self._loggers:
             logger.log_samples(rows, step)
-
-    def log_timeline(self, step: int) -> None:
-        rows = [span.as_row() for span in self._timeline.take()]
-        for logger in self._loggers:
-            if isinstance(logger, TimelineLogger):
-                logger.log_timeline(rows, step)
 
     def warn_without_signal(self, values: Metrics, folder: Path) -> None:
         """Warn once when all rewards were equal for several rollouts."""

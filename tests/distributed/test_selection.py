@@ -15,10 +15,10 @@ from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.trainer.batches import PackingRules, make_batches
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import SelectionRules
 from fsdptrain.trainer.samples.single_turn import GenerationRound, Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams
 from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, spawn, tiny_tokenizer

@@ -131,9 +131,6 @@ def test_ranks_run_ahead_together_and_no_token_is_too_old(checkpoint: Path, tmp_
     assert len(rows) == 6
     assert all(row["staleness/max"] <= min(2, row["step"] - 1) for row in rows)
     assert rows[-1]["progress/samples"] == 6 * 16
-    spans = rows_of(tmp_path / "run" / "timeline.jsonl")
-    assert Counter(span["rollout"] for span in spans if span["stage"] == "train") == dict.fromkeys(range(1, 7), 1)
-    assert {"generate", "reward", "train", "sync", "eval", "save"} <= {span["stage"] for span in spans}
 
 
 @pytest.mark.parametrize("kind", only(["in flight"], ENGINES))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from fsdptrain.agents.sampler import COUNTS
 from fsdptrain.trainer.reporting import _TIMED
-from fsdptrain.trainer.timeline import WORKERS
 from tests.e2e.test_train import EMITTED
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +19,6 @@ FORM = re.compile(r"([a-z_]+|<>)/(\w|<>)[\w/@<>]*")
 # What the code joins from parts that are no literals in the same expression.
 JOINED = {
     "perf/<>_s": {f"perf/{name}_s" for name in (*_TIMED, "offload")},
-    "perf/<>_idle_s": {f"perf/{name}_idle_s" for name in WORKERS},
     "agent/<>": {f"agent/{name}" for name in COUNTS},
     "eval/<>/<>": {
         f"eval/<>/{name}" for name in ("accuracy", "reward_mean", "length_mean", "truncated", "unscored", "pass@<>")

@@ -11,8 +11,8 @@ from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.sft import sft_sample
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import DataError
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.single_turn import GenerationRound, Sampler
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams
 
 FROM_DATA = "from_data"  # in `Sample.extras`

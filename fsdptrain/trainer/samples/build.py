@@ -22,7 +22,6 @@ from fsdptrain.trainer.rules import selection_rules, shaping_rule
 from fsdptrain.trainer.samples.background import Background
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
-from fsdptrain.trainer.timeline import Timeline
 from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
@@ -107,7 +106,6 @@ def build_source(
     builders: "Builders | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
-    timeline: Timeline,
     background: Background | None,
     features: Features,
 ) -> SampleSource:
@@ -129,7 +127,6 @@ def build_source(
         "rules": selection_rules(config, advantages),
         "max_staleness": config.sync.max_staleness,
         "num_rollouts": config.run.num_rollout,
-        "timeline": timeline,
     }
     if background is None:
         return RolloutSource(**values)

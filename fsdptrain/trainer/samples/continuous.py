@@ -13,10 +13,10 @@ import torch.distributed as dist
 from fsdptrain.distributed import gather, raise_on_all_ranks, sum_over_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import SteppedEngine
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import GroupResult, Selection, group_result
 from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound
 from fsdptrain.trainer.samples.source import GroupSource, RolloutBatch, images_of, sampling_at
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Metrics, Prompt, SamplingParams
 
 POLL_S = 0.1  # between two exchanges of what has finished on each rank
@@ -101,7 +101,7 @@ class ContinuousSource(GroupSource):
             room -= count
 
     def collect(self, step: int) -> RolloutBatch:
-        watch = Stopwatch(self.timeline, step + 1)
+        watch = Stopwatch()
         selection, taken = Selection(self.rules, wanted=self.num_prompts), list[Group]()
         made, own = NOTHING, dist.get_rank()
         self.run_ahead(step)
@@ -144,8 +144,7 @@ class ContinuousSource(GroupSource):
         unfinished = [group.owner for group in self._open if group.result is None]
         open_groups = [unfinished.count(rank) for rank in range(dist.get_world_size())]
         for prompt, owner in zip(prompts, assign(len(prompts), open_groups), strict=True):
-            hidden = ("generate",) if self.stepped else ()
-            group = Group(prompt, owner, Stopwatch(self.timeline, rollout + 1, hidden=hidden))
+            group = Group(prompt, owner, Stopwatch())
             if owner == dist.get_rank():
                 group.work = self.threads.submit(self._generate, group, sampling)
                 group.work.add_done_callback(lambda _: self._changed.set())

@@ -8,15 +8,15 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.features.distillation.data_share import FROM_DATA, DataShare
 from fsdptrain.rewards.results import RewardResults
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.single_turn import GenerationRound
-from fsdptrain.trainer.timeline import Stopwatch, Timeline
 from fsdptrain.types import Prompt, Sample, SamplingParams
 from tests.e2e import command
 from tests.e2e.command import metrics_of, trained
 from tests.testing import save_tiny_checkpoint, tiny_tokenizer
 
 SAMPLING = SamplingParams(num_samples=2, max_tokens=8)
-WATCH = Stopwatch(Timeline(), 1)
+WATCH = Stopwatch()
 
 
 class Twice:
