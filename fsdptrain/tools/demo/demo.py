@@ -110,7 +110,7 @@ def run_command(flags: list[str]) -> None:
 
 
 def finish(folder: Path, seconds: dict[str, float]) -> None:
-    """Write summary.json, samples.md and the report of the GRPO run, and print their paths."""
+    """Write summary.json and the report of the GRPO run, and print their paths."""
     from fsdptrain.tools.report.report import read_series
 
     _, sampled = read_series(folder / "grpo", "eval/heldout/accuracy")
@@ -123,32 +123,9 @@ def finish(folder: Path, seconds: dict[str, float]) -> None:
         "seconds": {stage: round(value, 1) for stage, value in seconds.items()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    write_samples(folder)
     print(flush=True)
     run_command(["report", str(folder / "grpo")])
     show(folder, summary, sampled)
-
-
-def write_samples(folder: Path) -> None:
-    """Write a table of the same held-out questions before and after."""
-    rows = [json.loads(line) for line in (folder / "grpo" / "samples.jsonl").read_text().splitlines()]
-    held_out = [row for row in rows if row["set"] == "heldout"]
-    steps = sorted({row["step"] for row in held_out})
-    before, after = ([row for row in held_out if row["step"] == step] for step in (steps[0], steps[-1]))
-    lines = [
-        f"The first {len(before)} of 256 held-out words, sampled at temperature 1, before and after GRPO.\n",
-        "| question | correct answer | before | | after | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for first, last in zip(before, after, strict=True):
-        question = first["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
-        cells = [question, first["label"], first["response"], mark(first), last["response"], mark(last)]
-        lines.append("| " + " | ".join(f"`{cell}`" if len(cell) > 1 else cell for cell in cells) + " |")
-    (folder / "samples.md").write_text("\n".join(lines) + "\n")
-
-
-def mark(row: dict[str, float]) -> str:
-    return "✓" if row["reward"] == 1.0 else "✗"
 
 
 def show(folder: Path, summary: dict, accuracies: Sequence[float]) -> None:
@@ -164,7 +141,6 @@ def show(folder: Path, summary: dict, accuracies: Sequence[float]) -> None:
     )
     for name, what in (
         ("grpo/report.html", "curves and samples"),
-        ("samples.md", "answers before and after"),
         ("summary.json", "these numbers"),
         ("grpo/hf", "the model, for from_pretrained"),
     ):
