@@ -109,7 +109,7 @@ def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoi
     for path in (run / "hf").iterdir():
         assert hub.files[path.name] == path.read_bytes()
     assert set(hub.files) == {path.name for path in (run / "hf").iterdir()}
-    for text in (checkpoint.name, str(tmp_path), "recipe"):  # no option of the run
+    for text in (str(checkpoint.parent), str(tmp_path), "grpo"):  # no option of the run
         assert text.encode() not in hub.files["README.md"]
 
 
