@@ -1,4 +1,4 @@
-"""Write fsdptrain/config/keywords.py, the types of the keywords of `Config`: `python docs/generate_keywords.py`."""
+"""Write fsdptrain/config/keywords.pyi, the types of the keywords of `Config`: `python docs/generate_keywords.py`."""
 
 import types
 from pathlib import Path
@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from fsdptrain.config.keys import all_keys, all_sections
 
-PAGE = Path(__file__).parents[1] / "fsdptrain" / "config" / "keywords.py"
+PAGE = Path(__file__).parents[1] / "fsdptrain" / "config" / "keywords.pyi"
 HEAD = '''"""Types of the keywords of `Config`. Made by docs/generate_keywords.py."""
 
 from collections.abc import Mapping

@@ -7,19 +7,18 @@ with code 2. Ctrl-C exits silently with code 130.
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fsdptrain import __version__
 from fsdptrain.checkpoints import EXPORT as EXPORT_FOLDER
 from fsdptrain.checkpoints import is_run, newest_checkpoint
-from fsdptrain.config.flags import Option, config_options, parse, resolve
+from fsdptrain.config.flags import Option, asks_for_help, config_options, parse, resolve
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import ExportChoice
 from fsdptrain.config.shipped import find_recipe, summaries
 from fsdptrain.errors import ConfigError, FsdptrainError
-from fsdptrain.help_text import asks_for_help, print_options, print_run_help
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.quiet import silence_libraries
 from fsdptrain.rank_variables import read_rank_variables
@@ -127,7 +126,7 @@ def demo(argv: Sequence[str]) -> int:
     from fsdptrain.tools.demo import demo as quickstart
 
     if asks_for_help(argv):
-        return print_options("fsdptrain demo", quickstart.USAGE, quickstart.OPTIONS)
+        return _print_options("fsdptrain demo", quickstart.USAGE, quickstart.OPTIONS)
     return quickstart.demo(argv)
 
 
@@ -166,7 +165,7 @@ def export(argv: Sequence[str]) -> int:
         flat: option for flat, option in config_options().items() if all_keys()[flat].is_marked(ExportChoice)
     }
     if asks_for_help(argv):
-        return print_options("fsdptrain export [RUN | CHECKPOINT]", EXPORT_USAGE, options)
+        return _print_options("fsdptrain export [RUN | CHECKPOINT]", EXPORT_USAGE, options)
     if argv and not argv[0].startswith("-"):  # fsdptrain export runs/x
         argv = [EXPORT["checkpoint"].flag, *argv]
     values = parse(argv, options)
@@ -193,7 +192,7 @@ def evaluate(argv: Sequence[str]) -> int:
     from fsdptrain.tools.evaluate import CHECKPOINT, USAGE, run_arguments, table
 
     if asks_for_help(argv):
-        return print_options("fsdptrain eval [RUN | MODEL]", USAGE, {"checkpoint": CHECKPOINT})
+        return _print_options("fsdptrain eval [RUN | MODEL]", USAGE, {"checkpoint": CHECKPOINT})
     arguments, output = run_arguments(argv)
     code = train(arguments)
     if code == 0 and _is_rank_0() and "--dry-run" not in arguments:
@@ -231,7 +230,15 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }  # the first line of the docstring is the line in --help
 
 
+def _print_options(prog: str, description: str, options: Mapping[str, Option]) -> int:
+    from fsdptrain.help_text import print_options
+
+    return print_options(prog, description, options)
+
+
 def _show_help(argv: Sequence[str]) -> int:
+    from fsdptrain.help_text import print_run_help
+
     print_run_help(argv, {name: str(command.__doc__).partition("\n")[0] for name, command in COMMANDS.items()})
     return 0
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.checks import check_world_size
+from fsdptrain.config.checks import across_nodes, check_world_size
 from fsdptrain.config.flags import Resolved
-from fsdptrain.config.grid import across_nodes, draw_grid
+from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.recipe import to_yaml
 from fsdptrain.config.sft import sft_options
 from fsdptrain.data.sources import GENERATOR, load_rows, parse_options
@@ -46,7 +46,7 @@ def dry_run(resolved: Resolved) -> None:
         check_world_size(config, world_size)
     if is_local:
         _check_sizes(config, world_size or _smallest_world(config))
-    sys.stdout.write(to_yaml(config, resolved.sources, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    sys.stdout.write(to_yaml(config, resolved.sources))
     notes = [*draw_grid(config, world_size), *across_nodes(config, local or 1)] if world_size is not None else []
     if config.launch.probe:
         from fsdptrain.tools.inspect.inspection import probe_line

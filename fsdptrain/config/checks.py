@@ -63,6 +63,17 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
     check_world_size(config, world_size)
 
 
+def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
+    """Warn about groups that span nodes, one line per kind. This is allowed but slow, except for pipeline stages."""
+    for group in config.rank_groups:
+        if group.in_layers and group.size > 1 and local_world_size % (group.size * group.stride):
+            yield (
+                f"{all_keys()[group.key].flag} {group.size}: its groups do not lie within a node of {local_world_size} "
+                "processes, so every layer waits for the network between nodes; a divisor of "
+                f"{local_world_size} would not"
+            )
+
+
 def check_own_launch(config: Config) -> None:
     """Raise NoEffectError for options of the fsdptrain command if torchrun or Python launched the ranks."""
     reason = "where torchrun or Python starts the processes: give it to torchrun, or start with the fsdptrain command"

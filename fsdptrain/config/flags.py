@@ -58,6 +58,10 @@ RECIPE = Option(
 )
 
 
+def asks_for_help(argv: Sequence[str]) -> bool:
+    return "--help" in argv or "-h" in argv
+
+
 def config_options() -> dict[str, Option]:
     """Return all options of `Config`, by flat key."""
     return {

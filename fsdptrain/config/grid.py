@@ -1,11 +1,8 @@
-"""Text drawing of the groups of ranks that share packs, layers or experts, and a warning if they span nodes."""
+"""Text drawing of the groups of ranks that share packs, layers or experts, for --dry-run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from fsdptrain.config.keys import all_keys
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -27,17 +24,6 @@ def draw_grid(config: Config, world_size: int) -> list[str]:
     if replicas > 1:
         lines.append(f"replicas {_groups(world_size, world_size // replicas)}")
     return lines + [f"{group.kind} {_groups(world_size, group.size, group.stride)}" for group in groups]
-
-
-def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
-    """Warn about groups that span nodes, one line per kind. This is allowed but slow, except for pipeline stages."""
-    for group in config.rank_groups:
-        if group.in_layers and group.size > 1 and local_world_size % (group.size * group.stride):
-            yield (
-                f"{all_keys()[group.key].flag} {group.size}: its groups do not lie within a node of {local_world_size} "
-                "processes, so every layer waits for the network between nodes; a divisor of "
-                f"{local_world_size} would not"
-            )
 
 
 def _groups(num_ranks: int, size: int, stride: int = 1) -> str:

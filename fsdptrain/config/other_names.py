@@ -1,309 +1,25 @@
-"""Names of options of other trainers, for the advice after an unknown flag, key or argument.
+"""Advice for names of other trainers' options and of removed ones: other_names.ini. Imported after an error only."""
 
-Imported after such an error only. `OTHER_NAMES` has one plain table per trainer: its name, as written there -> the
-option here. docs/coming_from_slime.md lists all flags of slime; here are those that have another name.
-"""
-
+from collections.abc import Mapping
+from configparser import RawConfigParser
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 
-OTHER_NAMES: dict[str, dict[str, str]] = {
-    "trl": {  # GRPOConfig, SFTConfig, ModelConfig and ScriptArguments of TRL 1.16
-        "model_name_or_path": "--hf-checkpoint",
-        "dtype": "--bf16",
-        "dataset_name": "--prompt-data",
-        "dataset_config": "--prompt-data",
-        "dataset_train_split": "--prompt-split",
-        "dataset_streaming": "--prompt-data-streaming",
-        "shuffle_dataset": "--rollout-shuffle",
-        "learning_rate": "--lr",
-        "lr_scheduler_type": "--lr-decay-style",
-        "warmup_steps": "--lr-warmup-iters",
-        "max_steps": "--num-rollout",
-        "num_train_epochs": "--num-rollout",
-        "max_grad_norm": "--clip-grad",
-        "optim": "--optimizer",
-        "adam_epsilon": "--adam-eps",
-        "per_device_train_batch_size": "--max-tokens-per-gpu",
-        "generation_batch_size": "--rollout-batch-size",
-        "steps_per_generation": "--steps-per-rollout",
-        "num_iterations": "--epochs-per-rollout",
-        "num_generations": "--n-samples-per-prompt",
-        "num_generations_eval": "--n-samples-per-eval-prompt",
-        "max_completion_length": "--rollout-max-response-len",
-        "temperature": "--rollout-temperature",
-        "top_p": "--rollout-top-p",
-        "top_k": "--rollout-top-k",
-        "min_p": "--rollout-min-p",
-        "beta": "--kl-loss-coef",
-        "use_bias_correction_kl": "--use-unbiased-kl",
-        "epsilon": "--eps-clip",
-        "epsilon_high": "--eps-clip-high",
-        "delta": "--eps-clip-c",
-        "importance_sampling_level": "--algorithm",
-        "loss_type": "--loss",
-        "sapo_temperature_pos": "--sapo-tau-pos",
-        "sapo_temperature_neg": "--sapo-tau-neg",
-        "scale_rewards": "--advantage-scale",
-        "mask_truncated_completions": "--mask-truncated",
-        "off_policy_mask_threshold": "--opsm-delta",
-        "vllm_importance_sampling_correction": "--mismatch-correction",
-        "vllm_importance_sampling_mode": "--mismatch-correction",
-        "vllm_importance_sampling_clip_max": "--mismatch-high",
-        "vllm_importance_sampling_clip_min": "--mismatch-low",
-        "sync_ref_model": "--ref-update-interval",
-        "ref_model_sync_steps": "--ref-update-interval",
-        "reward_funcs": "--reward",
-        "reward_weights": "--reward",
-        "multi_objective_aggregation": "--multi-reward",
-        "max_tool_calling_iterations": "--max-turns",
-        "use_vllm": "--rollout-engine",
-        "vllm_mode": "--rollout-engine",
-        "vllm_server_base_url": "--rollout-urls",
-        "vllm_server_timeout": "--server-start-timeout",
-        "vllm_tensor_parallel_size": "--rollout-engine-args",
-        "vllm_gpu_memory_utilization": "--rollout-kv-cache-gib",
-        "lora_r": "--lora-rank",
-        "lora_target_modules": "--lora-targets",
-        "use_liger_kernel": "--liger",
-        "activation_offloading": "--offload-activations",
-        "torch_compile": "--compile",
-        "assistant_only_loss": "--sft-loss-on",
-        "eval_steps": "--eval-interval",
-        "save_steps": "--save-interval",
-        "save_total_limit": "--keep-last",
-        "resume_from_checkpoint": "--resume",
-        "report_to": "--log-to",
-        "run_name": "--log-run-name",
-        "log_completions": "--log-num-samples",
-        "lmbda": "--opd-on-policy-fraction",
-    },
-    "verl": {  # ppo_trainer.yaml
-        "actor_rollout_ref.model.path": "--hf-checkpoint",
-        "actor_rollout_ref.model.trust_remote_code": "--trust-remote-code",
-        "actor_rollout_ref.model.use_remove_padding": "--layout",
-        "actor_rollout_ref.model.lora_rank": "--lora-rank",
-        "actor_rollout_ref.model.lora_alpha": "--lora-alpha",
-        "actor_rollout_ref.model.target_modules": "--lora-targets",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": "--gradient-checkpointing",
-        "actor_rollout_ref.model.enable_activation_offload": "--offload-activations",
-        "actor_rollout_ref.model.use_liger": "--liger",
-        "actor_rollout_ref.model.use_fused_kernels": "--logprob-kernel",
-        "actor_rollout_ref.actor.optim.lr": "--lr",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps": "--lr-warmup-iters",
-        "actor_rollout_ref.actor.optim.weight_decay": "--weight-decay",
-        "actor_rollout_ref.actor.optim.betas": "--adam-beta2",
-        "actor_rollout_ref.actor.grad_clip": "--clip-grad",
-        "actor_rollout_ref.actor.optim.clip_grad": "--clip-grad",
-        "actor_rollout_ref.actor.ppo_mini_batch_size": "--global-batch-size",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "--max-tokens-per-gpu",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "--max-tokens-per-gpu",
-        "actor_rollout_ref.actor.ppo_epochs": "--epochs-per-rollout",
-        "actor_rollout_ref.actor.clip_ratio": "--eps-clip",
-        "actor_rollout_ref.actor.clip_ratio_low": "--eps-clip",
-        "actor_rollout_ref.actor.clip_ratio_high": "--eps-clip-high",
-        "actor_rollout_ref.actor.clip_ratio_c": "--eps-clip-c",
-        "actor_rollout_ref.actor.policy_loss.loss_mode": "--loss",
-        "actor_rollout_ref.actor.loss_agg_mode": "--loss-aggregation",
-        "actor_rollout_ref.actor.entropy_coeff": "--entropy-coef",
-        "actor_rollout_ref.actor.use_kl_loss": "--kl-loss-coef",
-        "actor_rollout_ref.actor.kl_loss_coef": "--kl-loss-coef",
-        "actor_rollout_ref.actor.kl_loss_type": "--kl-loss-type",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "--context-parallel-size",
-        "actor_rollout_ref.actor.fsdp_config.param_offload": "--fsdp-cpu-offload",
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "--offload-optimizer",
-        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "--fsdp-reshard-after-forward",
-        "actor_rollout_ref.actor.fsdp_config.fsdp_size": "--fsdp-replicate-size",
-        "actor_rollout_ref.rollout.name": "--rollout-engine",
-        "actor_rollout_ref.rollout.n": "--n-samples-per-prompt",
-        "actor_rollout_ref.rollout.temperature": "--rollout-temperature",
-        "actor_rollout_ref.rollout.top_p": "--rollout-top-p",
-        "actor_rollout_ref.rollout.top_k": "--rollout-top-k",
-        "actor_rollout_ref.rollout.gpu_memory_utilization": "--rollout-kv-cache-gib",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": "--rollout-engine-args",
-        "actor_rollout_ref.rollout.val_kwargs.n": "--n-samples-per-eval-prompt",
-        "actor_rollout_ref.rollout.val_kwargs.temperature": "--eval-temperature",
-        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "--max-turns",
-        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "--max-observation-len",
-        "actor_rollout_ref.rollout.agent.num_workers": "--environment-workers",
-        "data.train_files": "--prompt-data",
-        "data.val_files": "--eval-prompt-data",
-        "data.prompt_key": "--input-key",
-        "data.image_key": "--image-key",
-        "data.max_prompt_length": "--rollout-max-prompt-len",
-        "data.max_response_length": "--rollout-max-response-len",
-        "data.train_batch_size": "--rollout-batch-size",
-        "data.shuffle": "--rollout-shuffle",
-        "data.apply_chat_template_kwargs": "--chat-template-kwargs",
-        "custom_reward_function.path": "--reward",
-        "reward.custom_reward_function.path": "--reward",
-        "reward.num_workers": "--reward-workers",
-        "algorithm.adv_estimator": "--advantage-estimator",
-        "algorithm.norm_adv_by_std_in_grpo": "--advantage-scale",
-        "algorithm.use_kl_in_reward": "--kl-reward-coef",
-        "algorithm.kl_ctrl.kl_coef": "--kl-reward-coef",
-        "algorithm.kl_ctrl.target_kl": "--kl-target",
-        "algorithm.kl_ctrl.horizon": "--kl-horizon",
-        "algorithm.filter_groups.enable": "--dynamic-sampling",
-        "algorithm.filter_groups.max_num_gen_batches": "--dynamic-sampling-max-rounds",
-        "algorithm.rollout_correction.rollout_is": "--mismatch-correction",
-        "algorithm.rollout_correction.rollout_is_threshold": "--mismatch-high",
-        "algorithm.rollout_correction.rollout_rs": "--mismatch-rejection",
-        "algorithm.rollout_correction.rollout_rs_threshold": "--mismatch-rejection-max",
-        "algorithm.rollout_correction.bypass_mode": "--use-rollout-logprobs",
-        "trainer.total_training_steps": "--num-rollout",
-        "trainer.total_epochs": "--num-rollout",
-        "trainer.n_gpus_per_node": "--nproc-per-node",
-        "trainer.save_freq": "--save-interval",
-        "trainer.test_freq": "--eval-interval",
-        "trainer.max_actor_ckpt_to_keep": "--keep-last",
-        "trainer.default_local_dir": "--output-dir",
-        "trainer.resume_mode": "--resume",
-        "trainer.logger": "--log-to",
-        "trainer.project_name": "--log-project",
-        "trainer.experiment_name": "--log-run-name",
-        "trainer.v1.trainer_mode": "--max-staleness",
-    },
-    "axolotl": {
-        "base_model": "--hf-checkpoint",
-        "datasets": "--prompt-data",
-        "test_datasets": "--eval-prompt-data",
-        "val_set_size": "--eval-size",
-        "rl": "--algorithm",
-        "learning_rate": "--lr",
-        "lr_scheduler": "--lr-decay-style",
-        "warmup_steps": "--lr-warmup-iters",
-        "warmup_ratio": "--lr-warmup-fraction",
-        "max_steps": "--num-rollout",
-        "num_epochs": "--num-rollout",
-        "max_grad_norm": "--clip-grad",
-        "micro_batch_size": "--max-tokens-per-gpu",
-        "flash_attention": "--attn-implementation",
-        "adapter": "--lora-rank",
-        "lora_r": "--lora-rank",
-        "lora_target_modules": "--lora-targets",
-        "lora_target_linear": "--lora-targets",
-        "train_on_inputs": "--sft-loss-on",
-        "roles_to_train": "--sft-loss-on",
-        "activation_offloading": "--offload-activations",
-        "torch_compile": "--compile",
-        "save_steps": "--save-interval",
-        "eval_steps": "--eval-interval",
-        "save_total_limit": "--keep-last",
-        "resume_from_checkpoint": "--resume",
-        "auto_resume_from_checkpoints": "--resume",
-        "hub_model_id": "--push-to-hub",
-        "wandb_project": "--log-project",
-        "wandb_name": "--log-run-name",
-    },
-    "openrlhf": {  # train_ppo_ray, whose names have sections; below, its former names
-        "actor.model_name_or_path": "--hf-checkpoint",
-        "data.prompt_dataset": "--prompt-data",
-        "data.prompt_split": "--prompt-split",
-        "data.input_key": "--input-key",
-        "data.label_key": "--label-key",
-        "eval.dataset": "--eval-prompt-data",
-        "eval.steps": "--eval-interval",
-        "eval.temperature": "--eval-temperature",
-        "reward.remote_url": "--reward",
-        "train.agent_func_path": "--environment",
-        "train.batch_size": "--global-batch-size",
-        "train.micro_batch_size": "--max-tokens-per-gpu",
-        "train.max_tokens_per_gpu": "--max-tokens-per-gpu",
-        "train.max_epochs": "--epochs-per-rollout",
-        "train.num_episodes": "--num-rollout",
-        "rollout.batch_size": "--rollout-batch-size",
-        "rollout.n_samples_per_prompt": "--n-samples-per-prompt",
-        "rollout.max_new_tokens": "--rollout-max-response-len",
-        "rollout.temperature": "--rollout-temperature",
-        "algo.kl.init_coef": "--kl-reward-coef",  # in the reward, unless use_loss
-        "algo.kl.use_loss": "--kl-loss-coef",
-        "algo.kl.estimator": "--kl-reward-type",
-        "algo.advantage.estimator": "--advantage-estimator",
-        "actor.eps_clip": "--eps-clip",
-        "actor.adam.lr": "--lr",
-        "actor.dual_clip": "--eps-clip-c",
-        "actor.policy_loss_type": "--loss",
-        "ds.lora.rank": "--lora-rank",
-        "ds.lora.target_modules": "--lora-targets",
-        "ds.adam_offload": "--offload-optimizer",
-        "ds.ring_attn_size": "--context-parallel-size",
-        "ckpt.output_dir": "--output-dir",
-        "ckpt.save_steps": "--save-interval",
-        "ckpt.max_num": "--keep-last",
-        "ckpt.load_enable": "--resume",
-        "pretrain": "--hf-checkpoint",
-        "eval_dataset": "--eval-prompt-data",
-        "remote_rm_url": "--reward",
-        "agent_func_path": "--environment",
-        "actor_learning_rate": "--lr",
-        "max_norm": "--clip-grad",
-        "l2": "--weight-decay",
-        "train_batch_size": "--global-batch-size",
-        "micro_train_batch_size": "--max-tokens-per-gpu",
-        "max_epochs": "--epochs-per-rollout",
-        "num_episodes": "--num-rollout",
-        "prompt_max_len": "--rollout-max-prompt-len",
-        "generate_max_len": "--rollout-max-response-len",
-        "eval_n_samples_per_prompt": "--n-samples-per-eval-prompt",
-        "init_kl_coef": "--kl-reward-coef",
-        "use_kl_loss": "--kl-loss-coef",
-        "kl_estimator": "--kl-reward-type",
-        "policy_loss_type": "--loss",
-        "dual_clip": "--eps-clip-c",
-        "target_modules": "--lora-targets",
-        "entropy_loss_coef": "--entropy-coef",
-        "dynamic_filtering": "--dynamic-sampling",
-        "ring_attn_size": "--context-parallel-size",
-        "save_path": "--output-dir",
-        "max_ckpt_num": "--keep-last",
-        "use_wandb": "--log-to",
-        "wandb_run_name": "--log-run-name",
-    },
-    "slime": {
-        "save": "--output-dir",
-        "load": "--resume",
-        "custom_rm_path": "--reward",
-        "custom_generate_function_path": "--environment",
-    },
-    "": {  # common guesses, and a former name
-        "model": "--hf-checkpoint",
-        "dataset": "--prompt-data",
-        "max_prompt_length": "--rollout-max-prompt-len",
-        "overlong": "--overlong-samples",
-    },
-}
+FILE = Path(__file__).with_suffix(".ini")
+NONE = "none"  # in place of a flag: there is no such option here
 
-_TORCHRUN = (
-    "torchrun starts several machines: torchrun --nnodes N --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
-    "HOST:29500 -m fsdptrain ..."
-)
-_TORCHRUN_FLAGS = (
-    "nnodes node-rank rdzv-backend rdzv-endpoint rdzv-id master-addr master-port node-timeout trainer.nnodes"
-)
-_ENGINES = "--rollout-engine vllm has one on each GPU, vllm-server starts --rollout-num-servers of them"
-_LENGTH = "for --algorithm sft it is --max-tokens-per-gpu, else --rollout-max-prompt-len + --rollout-max-response-len"
-_CRITIC = "there is no critic here: leave it out"
-_SHARDING = "FSDP2 shards by default, without a config file: leave it out"
-ADVICE = {f"--{name}": _TORCHRUN for name in _TORCHRUN_FLAGS.split()} | {
-    "--speed": "it was removed, set --compile yourself",
-    "--activation-memory-budget": "it was removed, use --gradient-checkpointing-kind selective",
-    "--network-interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment",
-    "--megatron-bridge": "it was removed, weights are always converted by the built-in table: leave it out",
-    "--gradient-accumulation-steps": "a step takes as many packs as --global-batch-size needs: leave it out",
-    "--repetition-penalty": "there is none here, it would change the sampled distribution: leave it out",
-    "--vllm-enable-sleep-mode": "the engine always sleeps while a GPU trains: leave it out",
-    "--context-parallel-recurrent": "it was removed, models with recurrent mixers are refused: leave it out",
-    "--router-bias-update-rate": "it was removed: use --router-aux-loss-coef, or leave it out",
-    "--top-entropy-quantile": "there is none here, the loss takes tokens of any entropy: leave it out",
-    "--fsdp": _SHARDING,
-    "--deepspeed": _SHARDING,
-    "--vllm-num-engines": _ENGINES,
-    "--vllm.num-engines": _ENGINES,
-    "--sequence-len": _LENGTH,  # of axolotl
-    "--critic.*": _CRITIC,  # any name in the section
-    "--critic-pretrain": _CRITIC,
-    "--critic-learning-rate": _CRITIC,
-}
+
+@cache
+def tables() -> Mapping[str, Mapping[str, tuple[str, str]]]:
+    """Return trainer -> name there -> (flag here or `none`, note)."""
+    return {
+        trainer: {name: (here.strip(), note.strip()) for name, (here, _, note) in rows}
+        for trainer, section in _sections().items()
+        if trainer != "advice"
+        for rows in [[(name, text.partition("|")) for name, text in section.items()]]
+    }
 
 
 def as_flag(name: str) -> str:
@@ -311,23 +27,20 @@ def as_flag(name: str) -> str:
     return "--" + name.lstrip("-+").replace("_", "-")
 
 
-def names_here() -> dict[str, str]:
-    """Return all names of other trainers in the form of flags, and the options here. The first table wins."""
-    tables = reversed(OTHER_NAMES.values())
-    return {as_flag(name): here for table in tables for name, here in table.items()}
-
-
 def is_listed(name: str) -> bool:
     """Return whether another trainer has an option of exactly this `name`."""
-    return as_flag(name) in ADVICE or as_flag(name) in names_here()
+    return as_flag(name)[2:] in _sections()["advice"] or as_flag(name) in names_here()
 
 
 def translate(name: str) -> str:
     """Return advice for the `name` that another trainer gives an option, or ""."""
     flag = as_flag(name)
-    if sentence := ADVICE.get(flag) or ADVICE.get(flag.partition(".")[0] + ".*"):
-        return sentence
-    here = names_here().get(flag)
+    for pattern, sentence in _sections()["advice"].items():
+        if fnmatchcase(flag[2:], pattern):
+            return sentence
+    here, note = names_here().get(flag, ("", ""))
+    if here == NONE:
+        return f"there is none here{note and f' ({note})'}: leave it out"
     return f"it is {here} here" if here else ""
 
 
@@ -336,4 +49,20 @@ def similar(name: str) -> str:
     section, dot, last = as_flag(name).rpartition(".")
     others = {other.removeprefix(section + dot): other for other in names_here() if other.rpartition(".")[0] == section}
     close = get_close_matches(last, others, n=1, cutoff=0.9)
-    return f"{others[close[0]]} is {names_here()[others[close[0]]]} here" if close else ""
+    here = names_here()[others[close[0]]][0] if close else NONE
+    return "" if here == NONE else f"{others[close[0]]} is {here} here"
+
+
+@cache
+def names_here() -> Mapping[str, tuple[str, str]]:
+    """Return the names of all trainers that are none here, as flags -> (flag here or `none`, note)."""
+    rows = [(as_flag(name), row) for table in [*tables().values()][::-1] for name, row in table.items()]
+    return {flag: row for flag, row in rows if flag != row[0]}
+
+
+@cache
+def _sections() -> Mapping[str, Mapping[str, str]]:
+    parser = RawConfigParser(delimiters=("=",), comment_prefixes=("#",), strict=True)
+    parser.optionxform = str  # type: ignore[assignment]  # names keep their case
+    parser.read_string(FILE.read_text(encoding="utf-8"))
+    return {name: dict(parser[name]) for name in parser.sections()}

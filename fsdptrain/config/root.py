@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, Literal, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 
 from pydantic import BaseModel
 
@@ -12,7 +12,6 @@ from fsdptrain.config import checks
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.keys import all_keys, all_sections, flatten
-from fsdptrain.config.keywords import Keywords
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import build_sections
@@ -21,6 +20,9 @@ from fsdptrain.config.rules import Column, Condition, NoEffectError
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import STRICT, RankGroup, Section
 from fsdptrain.config.sft import SftConfig
+
+if TYPE_CHECKING:
+    from fsdptrain.config.keywords import Keywords  # pyright: ignore[reportMissingModuleSource]  # keywords.pyi
 
 S = TypeVar("S", bound=Section)
 
@@ -54,7 +56,7 @@ class Config(BaseModel):
     optional: dict[str, Section] = {}
     """Sections of optional folders and plug-ins, by name. `section` returns one with its type."""
 
-    def __init__(self, **values: Unpack[Keywords]) -> None:
+    def __init__(self, **values: "Unpack[Keywords]") -> None:
         given = flatten(cast("Mapping[str, Any]", values))
         algorithm = given.get("algorithm", AlgorithmConfig().algorithm)
         if given.get("output_dir", "") == "":

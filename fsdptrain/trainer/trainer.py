@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
 from fsdptrain.config import Config, DataConfig, check_own_launch, check_processes
-from fsdptrain.config.grid import across_nodes
+from fsdptrain.config.checks import across_nodes
 from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine

@@ -4,7 +4,6 @@ import ast
 import re
 import shlex
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,48 +76,6 @@ OF_OTHER_PROGRAMS = {
 @cache
 def known_flags() -> set[str]:
     return {key.flag for key in all_keys().values()} | OF_COMMANDS
-
-
-@pytest.mark.parametrize("page", OTHERS)
-def test_a_page_for_users_of_another_library_names_flags_that_exist(page: str) -> None:
-    found = rows(page)
-    assert len(found) > 30
-    flags = {key.flag for key in all_keys().values()}
-    assert [here for _, here in found if here != "none" and here.strip("`") not in flags] == []
-
-
-def test_the_page_for_users_of_trl_names_options_that_trl_has() -> None:
-    """Read from the sources: importing trl takes seconds."""
-    trl, transformers = package("trl"), package("transformers")
-    known = {
-        *fields(trl / "trainer" / "grpo_config.py"),
-        *fields(trl / "trainer" / "base_config.py"),
-        *fields(trl / "trainer" / "model_config.py"),
-        *fields(trl / "scripts" / "utils.py"),
-        *fields(transformers / "training_args.py"),
-    }
-    assert [name for name, _ in rows("coming_from_trl.md") if name not in known] == []
-
-
-def rows(page: str) -> list[tuple[str, str]]:
-    """Return (name there, flag here) of each row of the table of options."""
-    text = (DOCS / page).read_text(encoding="utf-8").partition("\n## Options\n")[2]
-    return re.findall(r"^\| `([\w.*-]+)` \| (none|`--[\w-]+`) \|", text, re.MULTILINE)
-
-
-def package(name: str) -> Path:
-    spec = find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def fields(path: Path) -> set[str]:
-    """Return the names of all annotated fields of the classes in a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    assigned = [item.target for cls in classes for item in cls.body if isinstance(item, ast.AnnAssign)]
-    return {target.id for target in assigned if isinstance(target, ast.Name)}
 
 
 ERRORS = re.findall(r"^```error\n(.*?)^```", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE | re.DOTALL)

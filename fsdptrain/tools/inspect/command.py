@@ -3,9 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from fsdptrain.config.flags import Option, Resolved, resolve
+from fsdptrain.config.flags import Option, Resolved, asks_for_help, resolve
 from fsdptrain.errors import ConfigError
-from fsdptrain.help_text import asks_for_help, print_options
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, NUM_GPUS, check_machine, print_json, quiet_transformers
 
 INSPECT = {
@@ -24,6 +23,8 @@ Takes any option of a run too; with --strict a fallback ends in exit code 2."""
 def inspect(argv: Sequence[str]) -> int:
     """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
     if asks_for_help(argv):
+        from fsdptrain.help_text import print_options
+
         return print_options("fsdptrain inspect", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT})
     resolved = resolve(argv, INSPECT)
     check_machine({"num_gpus": resolved.own["num_gpus"]})

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.checks import check_world_size
-from fsdptrain.config.flags import resolve, without
+from fsdptrain.config.flags import asks_for_help, resolve, without
 from fsdptrain.errors import ConfigError
-from fsdptrain.help_text import asks_for_help, print_options
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, MACHINE, check_machine, print_json, quiet_transformers
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ _FACTORS = (1, 2, 4, 8)  # times --num-gpus
 def plan(argv: Sequence[str]) -> int:
     """Run `fsdptrain plan --hf-checkpoint X --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
     if asks_for_help(argv):
+        from fsdptrain.help_text import print_options
+
         return print_options("fsdptrain plan", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
     resolved = resolve(argv, PLAN)
     config, machine = resolved.config, {key: resolved.own[key] for key in MACHINE}

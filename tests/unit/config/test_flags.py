@@ -9,12 +9,10 @@ import pytest
 from fsdptrain.config import Config, resolve
 from fsdptrain.config.flags import config_options, convert
 from fsdptrain.config.keys import advice, all_keys
-from fsdptrain.config.other_names import ADVICE, OTHER_NAMES, as_flag, names_here
+from fsdptrain.config.other_names import NONE, names_here, tables
 from fsdptrain.errors import ConfigError
 
 MODEL = ["--hf-checkpoint", "x"]
-DOCS = Path(__file__).resolve().parents[3] / "docs"
-SECTIONS_OF_VERL = ("actor", "rollout", "model", "ref")  # of actor_rollout_ref, which the table leaves out
 
 
 def value(flat, *argv):
@@ -155,12 +153,13 @@ def test_every_default_can_be_written_as_a_flag(flat):
     Config(**{"hf_checkpoint": "x", flat: converted} if flat != "hf_checkpoint" else {"hf_checkpoint": "x"})
 
 
-def test_what_others_call_an_option_is_no_option_here_and_what_it_is_here_is_one():
-    flags = {option.flag for option in config_options().values()}
-    assert flags.issuperset(names_here().values())
-    assert not flags.intersection([*names_here(), *ADVICE])
-    assert not set(ADVICE).intersection(names_here())
-    assert all(len(OTHER_NAMES[name]) >= 12 for name in ("trl", "verl", "axolotl", "openrlhf"))
+def test_each_name_of_another_trainer_leads_to_an_option():
+    flags = {option.flag for option in config_options().values()} | {NONE}
+    assert {here for table in tables().values() for here, _ in table.values()} <= flags
+    assert not flags.intersection(names_here())
+    assert {len(table) >= 12 for trainer, table in tables().items() if trainer != "guesses"} == {True}
+    for name in names_here():
+        assert advice(name, list(flags)) != ""
 
 
 @pytest.mark.parametrize(
@@ -183,30 +182,6 @@ def test_what_others_call_an_option_is_no_option_here_and_what_it_is_here_is_one
 def test_the_name_that_another_trainer_gives_an_option_is_translated(word, here):
     with pytest.raises(ConfigError, match=f": it is {here} here$"):
         resolve(["--hf-checkpoint", "x", word])
-
-
-def table_of_names(page):
-    """Yield the names in the left cells of the table of options in a page, with the flags in the cell beside them."""
-    for line in (DOCS / page).read_text().partition("\n## Options\n")[2].splitlines():
-        if line.startswith("| `"):
-            there, here = line.split("|")[1:3]
-            for name in re.findall(r"`([^`]+)`", there):
-                is_of_actor = page == "coming_from_verl.md" and name.partition(".")[0] in SECTIONS_OF_VERL
-                yield "actor_rollout_ref." * is_of_actor + name, re.findall(r"`(--[a-z0-9-]+)", here)
-
-
-@pytest.mark.parametrize(
-    ("name", "here"), [*table_of_names("coming_from_trl.md"), *table_of_names("coming_from_verl.md")]
-)
-def test_the_advice_for_a_name_is_what_the_page_for_users_of_its_trainer_says(name, here):
-    """A name without an option here is explained, and not taken for a similar one."""
-    known = [option.flag for option in config_options().values()]
-    if as_flag(name) in known:
-        assert here == [as_flag(name)]
-        return
-    advised = advice(name, known)
-    assert set(here) <= set(known)
-    assert advised in ([f": it is {flag} here" for flag in here] or [f": {sentence}" for sentence in ADVICE.values()])
 
 
 @pytest.mark.parametrize(
@@ -250,11 +225,6 @@ def test_a_key_of_a_section_is_translated_with_the_name_of_the_section():
         Config(hf_checkpoint="x", run={"train_batch_size": 8})
 
 
-def test_the_tables_of_names_are_read():
-    assert len(list(table_of_names("coming_from_trl.md"))) > 70
-    assert len(list(table_of_names("coming_from_verl.md"))) > 75
-
-
 def test_a_table_of_trl_has_names_of_trl():
     """Held against the installed TRL, whose configurations are dataclasses."""
     fields = {"reward_funcs", "lmbda"}  # of its script for GRPO, and of GKDConfig
@@ -266,7 +236,7 @@ def test_a_table_of_trl_has_names_of_trl():
         transformers / "training_args.py",
     ):
         fields |= set(re.findall(r"^    (\w+): ", path.read_text(), re.MULTILINE))
-    assert set(OTHER_NAMES["trl"]) <= fields
+    assert set(tables()["trl"]) <= fields
 
 
 @pytest.mark.parametrize("flag", ["--banana", "--gpu", "--zzz-size", "--actor-rollout-ref.actor.optim.lr-x"])

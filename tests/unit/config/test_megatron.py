@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from fsdptrain.config import Config, check_world_size
-from fsdptrain.config.grid import across_nodes, draw_grid
+from fsdptrain.config.checks import across_nodes
+from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.keys import Key, all_keys
 from fsdptrain.config.rules import Condition, Excludes
 from fsdptrain.errors import ConfigError
