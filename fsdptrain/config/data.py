@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-_NO_PASS = "where nothing is evaluated, without --curriculum and --length-penalty: set --eval-interval, or remove it"
+_NO_PASS = "where nothing is evaluated: set --eval-interval, or remove it"
 
 
 class DataConfig(Section):
@@ -27,7 +27,7 @@ class DataConfig(Section):
     """`reasoning_gym:<task>[?key=value&...]`, a .jsonl, .json, .csv, .parquet or .arrow file, a folder or the name of a
     `datasets` set, or `environment` for the rows of --environment. Several sources have weights: `a.jsonl=0.7 b=0.3`.
     See docs/data.md."""
-    prompt_data_streaming: Annotated[bool, Excludes("curriculum")] = False
+    prompt_data_streaming: bool = False
     """Read --prompt-data in order while training, without downloading or indexing it first."""
     prompt_data_buffer: Annotated[int, Requires("prompt_data_streaming")] = Field(default=1000, ge=1)
     """Rows of a stream to shuffle together. [rows]"""
@@ -96,8 +96,6 @@ class DataConfig(Section):
                 )
             elif not several and weight is not None and "?" not in text and not Path(text).exists():
                 yield f"--prompt-data {text}: a weight has no effect on one source: remove ={weight[1]}"
-        if several and config.selection.curriculum != "none":
-            yield f"--curriculum {config.selection.curriculum} needs one source, not several of --prompt-data"
         if several and any(text.startswith("environment=") for text in self.prompt_data):
             yield "--prompt-data environment cannot be mixed with other sources: use one"
 
@@ -152,10 +150,8 @@ class RewardConfig(Section):
     as <score>7</score> or {"score": 7}. Default: see docs/rewards.md."""
     judge_max_score: Annotated[float, _JUDGE] = Field(default=10.0, gt=0.0)
     """Highest score of the rubric, which is the reward 1; 0 is the reward 0."""
-    pass_threshold: Annotated[
-        float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS), GENERATES
-    ] = 1.0
-    """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
+    pass_threshold: Annotated[float, Requires("@evaluates", reason=_NO_PASS), GENERATES] = 1.0
+    """Minimum reward of a correct response in evaluations."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if config.uses_judge and not (self.judge_url and self.judge_model):

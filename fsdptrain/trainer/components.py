@@ -202,7 +202,7 @@ def read_inputs(
         reward_function = reward or build_reward(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
-        advantages = advantage_rule(config, reward_function)
+        advantages = advantage_rule(config)
         data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
         return Inputs(
             config=config,

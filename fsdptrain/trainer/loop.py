@@ -23,12 +23,10 @@ from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
 from fsdptrain.trainer.components import Components, log
-from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.profiling import StepProfiler
 from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.rules import loss_config
 from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.trainer.shown import TrainedTokens, rows_without_training
@@ -62,7 +60,7 @@ class TrainingLoop:
         self._weight_sync = components.weight_sync
         self._evaluation = components.evaluation
         self._advantages = components.advantages
-        self._loss, self._loss_config = components.loss, loss_config(config.algorithm)
+        self._loss = components.loss
         self._stream = components.stream
         self._tokenizer = components.tokenizer
         self._checkpoints = CheckpointFolder(
@@ -71,7 +69,6 @@ class TrainingLoop:
         features = components.backend.features
         self._rules = PackingRules.of(config, layout=components.backend.layout_probe.layout, features=features)
         self._logprob_passes = LogprobPasses(config, components.backend, features)
-        self._kl = KlControl(config)
         self._profiler = StepProfiler(profiled(config.run.profile_steps), folder.path)
         self._phases = Phases(
             components.backend,
@@ -83,7 +80,6 @@ class TrainingLoop:
         self._report = Reporter(
             config,
             components.loggers,
-            advantages=components.advantages,
             stream=components.stream,
             speed=components.speed,
             planned_memory=components.planned_memory,
@@ -239,7 +235,7 @@ class TrainingLoop:
                 first, kl_metrics = kl_in_reward(
                     rollout.samples,
                     first,
-                    coef=self._kl.reward_coef,
+                    coef=self._config.algorithm.kl_reward_coef,
                     estimator=self._config.algorithm.kl_reward_type,
                     advantages=self._new_advantages,
                 )
@@ -252,10 +248,9 @@ class TrainingLoop:
 
     def _optimize(self, steps: Sequence[StepBatches], tokens: TrainedTokens) -> Metrics:
         with self._phases("train"):
-            entropy = self.step % self._config.algorithm.entropy_interval == 0
-            config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef, with_entropy=entropy)
+            options = self._config.algorithm
             found = [
-                self._backend.train_step(step.packs, tokens.recorded_by(self._loss, step.packs), config)
+                self._backend.train_step(step.packs, tokens.recorded_by(self._loss, step.packs), options)
                 for step in steps
             ]
             self._num_updates += sum("optim/grad_norm" in values for values in found)
@@ -281,7 +276,6 @@ class TrainingLoop:
     def _finish_step(self, rollout: RolloutBatch, steps: Sequence[StepBatches], trained: Metrics) -> None:
         """Report the rollout that the last step was trained on."""
         values = self._report.sample_metrics(rollout, self.step - 1) | trained
-        values |= self._kl.adapt(values)
         values |= self._report.speed_metrics(steps, self._phases, num_tokens=values["progress/tokens"])
         synced = self._weight_sync.metrics(self.step) if self._weight_sync else {}
         values |= metrics.reduce_max(synced) if synced else {}
@@ -360,7 +354,7 @@ class TrainingLoop:
         shards = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
-            state |= {"kl_scale": self._kl.scale, "num_updates": self._num_updates}
+            state["num_updates"] = self._num_updates
             if RUN_ID in os.environ:
                 state[RUN_ID] = os.environ[RUN_ID]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
@@ -375,5 +369,4 @@ class TrainingLoop:
                 self._stream.load_state_dict(progress["stream"])
             self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
         self.step = self._saved = self._backend.load(checkpoint)
-        self._kl.scale = progress.get("kl_scale", 1.0)  # older checkpoints have none
         self._num_updates = progress.get("num_updates", 1)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.config import Config
 from fsdptrain.data.stream import PromptSource
 from fsdptrain.protocols import Logger
@@ -32,7 +31,6 @@ class Reporter:
         config: Config,
         loggers: Sequence[Logger],
         *,
-        advantages: AdvantageRule,
         stream: PromptSource,
         speed: Speed,
         planned_memory: int | None,
@@ -41,7 +39,6 @@ class Reporter:
         self.totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
         self._config = config
         self._loggers = loggers
-        self._advantages = advantages
         self._stream = stream
         self._speed = speed
         self._planned_memory = planned_memory
@@ -50,7 +47,7 @@ class Reporter:
 
     def sample_metrics(self, rollout: RolloutBatch, step: int) -> Metrics:
         """Of the samples to train on, when the policy has version `step`."""
-        found = metrics.sample_metrics(rollout, self._reward_names, self._advantages) | rollout.metrics
+        found = metrics.sample_metrics(rollout, self._reward_names) | rollout.metrics
         if self._config.sync.max_staleness:
             from fsdptrain.trainer.token_metrics import staleness_metrics
 

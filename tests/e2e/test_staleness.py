@@ -76,9 +76,7 @@ def test_without_staleness_an_engine_that_could_run_ahead_trains_bit_by_bit_as_o
 
 
 @pytest.mark.parametrize("kind", only(["in flight"], ENGINES))
-@pytest.mark.parametrize(
-    "more", only([{}], [{}, {"dynamic_sampling": True, "min_group_spread": 0.13}, {"curriculum": "pass_rate"}])
-)
+@pytest.mark.parametrize("more", only([{}], [{}, {"dynamic_sampling": True, "min_group_spread": 0.13}]))
 def test_weights_that_never_change_make_the_same_rollouts_at_any_age(
     checkpoint: Path, tmp_path: Path, kind: str, more: dict[str, Any]
 ) -> None:

@@ -116,7 +116,7 @@ def build_source(
     assert sampler is not None, "reinforcement learning has an engine"
     values: dict[str, Any] = {
         "stream": stream,
-        "sampler": features.wrap_sampler(sampler),
+        "sampler": sampler,
         "sampling": features.sampling(sampling_params(config)),
         "features": features,
         "num_prompts": config.rollout.batch_size,
@@ -124,7 +124,7 @@ def build_source(
         "shaping": shaping_rule(config),
         "advantages": advantages,
         "max_unscored_fraction": config.reward.max_unscored_fraction,
-        "rules": selection_rules(config, advantages),
+        "rules": selection_rules(config),
         "max_staleness": config.sync.max_staleness,
         "num_rollouts": config.run.num_rollout,
     }

@@ -132,7 +132,7 @@ class ContinuousSource(GroupSource):
             if group.result is None or group in taken:
                 continue
             [is_kept] = selection.add([group.result])
-            self.stream.record(group.prompt, passed=group.result.num_passed, tried=group.result.num_scored)
+            self.stream.record(group.prompt)
             judged.append(group)
             if is_kept:
                 taken.append(group)
@@ -167,7 +167,7 @@ class ContinuousSource(GroupSource):
         self._changed.clear()
         with raise_on_all_ranks(RolloutError, "rollout"):
             own = [
-                (i, group_result(group.work.result().samples, self.rules, owner=group.owner))
+                (i, group_result(group.work.result().samples, owner=group.owner))
                 for i, group in enumerate(self._open)
                 if group.result is None and group.work is not None and group.work.done()
             ]

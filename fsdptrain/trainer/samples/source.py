@@ -100,7 +100,6 @@ class GroupSource:
         with raise_on_all_ranks(RolloutError, "rollout"):
             shaped = list(samples) if self.shaping is None else self.shaping.apply(samples)
             samples = assign_advantages(shaped, self.advantages)
-            samples = self.features.finish_samples(samples, {prompt.id: prompt for prompt in made.prompts})
             for feature in self.features:
                 feature.check_samples([s for sample in samples for s in sample.sequences])
         return RolloutBatch(
@@ -180,9 +179,9 @@ class RolloutSource(GroupSource):
         Images are not sent with samples: every rank draws all prompts from the stream and so has all images.
         """
         images |= images_of(pending.prompts)
-        groups = gather_results(pending.own, pending.made.samples, self.rules)
-        for prompt, group in zip(pending.prompts, groups, strict=True):
-            self.stream.record(prompt, passed=group.num_passed, tried=group.num_scored)
+        groups = gather_results(pending.own, pending.made.samples)
+        for prompt in pending.prompts:
+            self.stream.record(prompt)
         chosen = selection.add(groups)
         return pending.made.only({prompt.id for prompt, kept in zip(pending.prompts, chosen, strict=True) if kept})
 
