@@ -103,7 +103,7 @@ gpu-wheels: install  ## what that machine lacks beside torch and transformers, i
 
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-demo: install  ## warm up a small model, train it with GRPO, plot what happened: about a minute on two cores
+demo: install  ## warm up a small model, train it with GRPO: about a minute on two cores
 	@$(BIN)/fsdptrain demo $(if $(SEED),--seed $(SEED))
 
 size: install  ## lines of each part, of what a plain run imports, and options, with their targets

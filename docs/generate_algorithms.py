@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD, divide_by_group_std
+from fsdptrain.algo.advantages import ADVANTAGES, divide_by_group_std
 from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
-from fsdptrain.algo.kl import KL_ESTIMATORS, adapt_kl_coef
+from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
-from fsdptrain.algo.shaping import length, overlong, without_truncated
+from fsdptrain.algo.shaping import overlong, without_truncated
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, RefConfig
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, MISMATCH_BOUNDS, OLD_POLICY, PRESETS, Preset
 from fsdptrain.features.moe import balance
 from fsdptrain.model import logprobs, truncation
 
@@ -33,15 +33,10 @@ WHEN = {  # when to use an algorithm
     "several optimizer steps per rollout.",
     "cispo": "When grpo clips rare but important tokens; several optimizer steps per rollout.",
     "sapo": "Off-policy training with a smooth gate instead of a clip.",
-    "gmpo": "Outlier ratios of single tokens: their geometric mean is robust and allows a wider clip.",
-    "dppo_tv": "Large vocabularies: a ratio clip is too strict for rare tokens and too loose for frequent ones.",
-    "dppo_kl": "As dppo_tv, but stricter for tokens of probability near 1.",
     "prime_rl": "When engine and trainer differ, or samples are stale: needs no old logprobs.",
     "reinforce": "One optimizer step per rollout; nothing to tune.",
     "rloo": "As reinforce, with an unbiased baseline.",
     "reinforce++_baseline": "Few samples per prompt: advantages are scaled over the whole batch.",
-    "max_rl": "Hard prompts that are rarely solved, with rewards of 0 and 1.",
-    "opo": "Strictly on-policy, with responses of very different lengths.",
     "opd": "A stronger model of the same tokenizer exists: [distillation](distillation.md), denser than rewards.",
     "sft": "Supervised training without rollouts, see [sft.md](sft.md).",
 }
@@ -123,18 +118,11 @@ def median_baseline(rewards: list[float], lengths: list[int]) -> list[float]:
 
 SCALES = {"`group`": divide_by_group_std, "`batch`": divide_by_batch_std, "`whiten`": whiten_tokens}
 
-MULTI_REWARD_NOTE = """
-`--reward math=0.9 format=0.1` sets rewards s_k and their weights w_k. Each is logged under its name, without its
-weight. A function that returns a mapping is one reward; its values are logged too. Use `normalize_then_sum` for rewards
-of different scale or difficulty, and to distinguish samples with equal sums, such as (1, 0) and (0, 1). It is rejected
-with a single reward, and with another scale than `group`.
-"""
-
 SHAPING_HEAD = """
 ## Shaping by length
 
 Shaping changes rewards in training only, before advantages. The flag is a coefficient; coefficient times the value
-below is added to the reward. The value is logged as `reward/overlong` or `reward/length`, and `reward/mean` is the
+below is added to the reward. The value is logged as `reward/overlong`, and `reward/mean` is the
 reward after shaping. T is the number of response tokens. Unscored samples are not shaped.
 
 | flag | formula | default | when to use it |
@@ -147,7 +135,6 @@ SHAPING = (
         overlong,
         "Long responses, where truncation adds noise to the reward. On in `--algorithm dapo`.",
     ),
-    ("length_penalty", length, "Responses that are correct but too long. Use small values: 0.1 to 0.5."),
     ("mask_truncated", without_truncated, "If truncated responses may have become correct."),
 )
 
@@ -180,7 +167,7 @@ functions.
 | unbiased KL | off; `--use-unbiased-kl` multiplies by the ratio of the token, also with `gspo` | on; `use_bias_correction_kl` multiplies by the ratio of the loss, for sequences their geometric mean |
 | masked correction of a sequence | `mis_sequence`: the geometric mean of w_t inside [0.99, 1.01] | `sequence_mask`: the product of w_t, at most 3 |
 | off-policy sequence masking | drift from the old policy | drift from the engine, if vLLM generates |
-| not available here | | `vespo`, `luspo`, `top_entropy_quantile`, the adaptive entropy coefficient |
+| not available here | | GDPO (`normalize_then_sum`), `vespo`, `luspo`, `top_entropy_quantile`, the adaptive entropy coefficient |
 
 `prime_rl` is the default loss of prime-rl, which uses the name `ipo` for another loss.
 """  # noqa: E501
@@ -189,7 +176,7 @@ REJECTION_HEAD = """
 ### Rejection: `--mismatch-rejection`
 
 Works with any of these corrections. Tokens, or whole sequences, get weight 0 if an estimate of KL(engine || trainer)
-exceeds `--mismatch-rejection-max` [nats]; they still count in the denominator. k_t is k1, k2 or k3 of the log ratio
+exceeds `--mismatch-rejection-max` [nats]; they still count in the denominator. k_t is k1 or k3 of the log ratio
 lr - lo. `mismatch/rejected` is the share of rejected tokens. As in verl's rollout correction ("When Speed Kills
 Stability", 2025), with one bound for all estimators: a bound u of the ratio is log(u) for k1. With
 `--use-rollout-logprobs`, which uses lr as lo and computes no old logprobs, l replaces lo here and in `mismatch/*`.
@@ -207,22 +194,20 @@ def algorithms_page() -> str:
     parts += [ADVANTAGE_HEAD, *(_estimator_row(name) for name in ADVANTAGES), OWN_ESTIMATOR]
     parts.append(_section("Scale of advantages: `--advantage-scale`", SCALES))
     parts.append("| `none` | A: no scale. |\n")
-    parts.append(_section("Several rewards: `--multi-reward`", {f"`{k}`": v for k, v in MULTI_REWARD.items()}))
-    parts += [MULTI_REWARD_NOTE, SHAPING_HEAD, *(_shaping_row(*row) for row in SHAPING), SHAPING_NOTE]
+    parts += [SHAPING_HEAD, *(_shaping_row(*row) for row in SHAPING), SHAPING_NOTE]
     parts.append(_section("Aggregation: `--loss-aggregation`", {f"`{k}`": v for k, v in AGGREGATIONS.items()}))
     estimators = {f"`{k}`": v for k, v in KL_ESTIMATORS.items()}
     parts.append(_section("KL to the reference: `--kl-loss-type`, `--kl-reward-type`", estimators))
     parts.append(KL_HEAD)
     parts += [f"| {place} | {' | '.join(cells)} |\n" for place, cells in KL_PLACES.items()]
     parts += [KL_NOTES, f"\n`--use-unbiased-kl`, in the loss: {_help('use_unbiased_kl')}\n"]
-    parts.append(f"\n`--kl-target`, after each rollout: {_flow(inspect.getdoc(adapt_kl_coef))}\n")
     renewed, dtype = (_flow(RefConfig.model_fields[name].description) for name in ("update_interval", "dtype"))
     parts.append(
         f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n\n`--ref-dtype`: {dtype}\n"
     )
     parts.append(CORRECTION_HEAD)
     parts += [
-        f"| `{name}` | {_cell(c.formula)} | {c.low:g}, {c.high:g} | {_cell(c.source)} |\n"
+        "| `{}` | {} | {:g}, {:g} | {} |\n".format(name, _cell(c.formula), *MISMATCH_BOUNDS[name], _cell(c.source))
         for name, c in CORRECTIONS.items()
     ]
     parts.append(REJECTION_HEAD)

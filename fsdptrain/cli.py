@@ -38,20 +38,15 @@ Write a training checkpoint as a Hugging Face folder.
 
   fsdptrain export runs/Qwen3-4B-grpo             its newest checkpoint, to its hf/
   fsdptrain export runs/x/checkpoints/step_00000050 --output my-model"""
-REPORT = {"rollouts": Option("--rollouts", str | None, "Rollouts to draw in the timeline, e.g. 10:13.", None)}
 REPORT_USAGE = """\
-usage: fsdptrain report RUN_DIR [--rollouts FIRST:LAST]
-       fsdptrain report RUN_DIR [RUN_DIR ...] --html [FILE]
+usage: fsdptrain report RUN_DIR [RUN_DIR ...]
 
 Print the first, the best and the last reward, held-out accuracy, length, share of
 groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
-draw them to RUN_DIR/curves.png; and to RUN_DIR/timeline.png what rank 0 did when. The
-run may still go on.
+write the page of `fsdptrain watch` with its data to RUN_DIR/report.html. The run may
+still go on. The page of several runs, in the first one's folder, compares them.
 
   RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
-  --rollouts   those of the timeline, e.g. 10:13; default: the last four
-  --html       write the page of `fsdptrain watch` with its data as one file; default:
-               RUN_DIR/report.html
 """
 RECIPES_USAGE = """\
 usage: fsdptrain recipes [show NAME]
@@ -127,7 +122,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """Train a tiny model on a CPU: warm-up, GRPO and a plot."""
+    """Train a tiny model on a CPU: warm-up and GRPO."""
     from fsdptrain.tools.demo import demo as quickstart
 
     if asks_for_help(argv):
@@ -206,27 +201,13 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Summarize a run: a table, curves and a timeline."""
+    """Summarize a run: a table, and a page with its curves and samples."""
     if asks_for_help(argv):
         sys.stdout.write(REPORT_USAGE)
         return 0
-    if any(word.partition("=")[0] == "--html" for word in argv):
-        from fsdptrain.tools.watch.command import write_html
+    from fsdptrain.tools.watch.command import report as report_runs  # lazy: imports rich
 
-        return write_html(argv)
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo")
-    rollouts = _range(parse(argv[1:], REPORT).get("rollouts"))
-    from fsdptrain.tools.report.curves import draw_curves  # lazy: imports rich
-    from fsdptrain.tools.report.report import print_report
-    from fsdptrain.tools.report.timeline import draw_timeline
-
-    run = Path(argv[0])
-    print_report(run)
-    sys.stdout.write(f"drawn to {draw_curves(run, run / 'curves.png')}\n")
-    if rollouts or (run / "timeline.jsonl").is_file():
-        sys.stdout.write(f"and to {draw_timeline(run, run / 'timeline.png', rollouts)}\n")
-    return 0
+    return report_runs(argv)
 
 
 def watch(argv: Sequence[str]) -> int:
@@ -234,16 +215,6 @@ def watch(argv: Sequence[str]) -> int:
     from fsdptrain.tools.watch import command
 
     return command.watch(argv)
-
-
-def _range(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, _, last = text.partition(":")
-    numbers = [word for word in (first, last) if word.isascii() and word.isdigit() and len(word) < 10]
-    if len(numbers) < 2 or int(first) > int(last):
-        raise ConfigError(f"--rollouts must be FIRST:LAST, got {text[:80]!r}, e.g. --rollouts 10:13")
-    return int(first), int(last)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

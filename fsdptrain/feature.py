@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from fsdptrain.model.probes.layout import LayoutProbe
     from fsdptrain.model.rows import Layout, Rows
     from fsdptrain.protocols import ModelRole, PromptProcessor, RolloutEngine
-    from fsdptrain.trainer.samples.single_turn import Sampler
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
-ComputeLogprobs = Callable[[Sequence[PackedBatch], "ModelRole"], list[LogProbs]]  # `TrainBackend.compute_logprobs`
 ForwardPass = Callable[[PackedBatch], Mapping[str, Tensor]]  # to the `outputs` of the features, without the head
 F = TypeVar("F", bound="Feature")
 T = TypeVar("T")
@@ -138,15 +136,6 @@ class Feature:
     def check_samples(self, samples: Sequence[Sample]) -> None:
         """Raise RolloutError for samples that cannot be trained on. Not collective."""
 
-    def wrap_sampler(self, sampler: "Sampler") -> "Sampler":
-        """What draws the samples of training rollouts."""
-        return sampler
-
-    def finish_samples(self, samples: list[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
-        """The samples of a rollout before other ranks get them. prompts: by group id. Not collective."""
-        del prompts
-        return samples
-
     def plan_packs(
         self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
     ) -> "PackPlan | None":
@@ -202,9 +191,8 @@ class Feature:
         del logprobs
         return batch
 
-    def score_packs(self, packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[PackedBatch]:
+    def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
         """The packs of a rollout, on the CPU, before its first update; old and reference logprobs are in them."""
-        del compute_logprobs
         return list(packs)
 
     # The optimizer step
@@ -373,14 +361,8 @@ class Features:
     def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
         return self._chain("after_logprobs", batch, logprobs)
 
-    def wrap_sampler(self, sampler: "Sampler") -> "Sampler":
-        return self._chain("wrap_sampler", sampler)
-
-    def finish_samples(self, samples: list[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
-        return self._chain("finish_samples", samples, prompts)
-
-    def score_packs(self, packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[PackedBatch]:
-        return self._chain("score_packs", list(packs), compute_logprobs)
+    def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
+        return self._chain("score_packs", list(packs))
 
     def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
         return self._chain("before_loss", batch, logprobs)

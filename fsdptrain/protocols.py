@@ -219,10 +219,3 @@ class Logger(Protocol):
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class TimelineLogger(Logger, Protocol):
-    """Logger that also records when each stage of rank 0 started and ended."""
-
-    def log_timeline(self, spans: Sequence[Mapping[str, object]], step: int) -> None: ...

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fsdptrain.config.algorithm import AlgorithmConfig as LossConfig  # what losses read of the configuration
 from fsdptrain.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -160,7 +161,6 @@ class Sample:
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
     others: tuple[Sample, ...] = ()  # further sequences of the same episode, which share its reward and advantage
-    extras: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of features, by name; sent to every rank
 
     @property
     def sequences(self) -> tuple[Sample, ...]:
@@ -305,29 +305,3 @@ class LossOutput:
 
     loss: Tensor  # [] sum over this pack, weighted by `loss_weights`
     metrics: Mapping[str, Tensor]  # name -> [] detached, already divided by `num_trained_tokens`
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """Configuration fields that loss functions read."""
-
-    eps_clip: float = 0.2
-    eps_clip_high: float = 0.2
-    eps_clip_c: float | None = None
-    is_cap_high: float = 5.0  # absolute, not 1 + eps
-    sapo_tau_pos: float = 1.0
-    sapo_tau_neg: float = 1.05
-    prime_rl_kl_coef: float = 1e-3
-    use_opsm: bool = False
-    opsm_delta: float = 1e-4
-    mismatch_correction: str = "none"
-    mismatch_low: float = 0.5
-    mismatch_high: float = 2.0
-    mismatch_rejection: str = "none"
-    mismatch_rejection_max: float = 0.0
-    use_rollout_logprobs: bool = False
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "k3"
-    use_unbiased_kl: bool = False
-    entropy_coef: float = 0.0
-    with_entropy: bool = True  # compute the entropy in this step

@@ -3,7 +3,7 @@
     python examples/distillation/train.py [--seed 0] [--output-dir runs/distillation]
 
 The teacher is the quickstart's model after its GRPO, the student that model before it. Each run of the student has the
-same prompts and the same number of samples. Writes curves.png: held-out accuracy over rollouts.
+same prompts and the same number of samples. Prints the held-out accuracy over rollouts.
 """
 
 import sys
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(str(error))
     except CalledProcessError as error:  # the command has printed the error
         sys.exit(error.returncode)
-    draw(runs, folder / "curves.png")
+    show(runs)
 
 
 def train_teacher(folder: Path, seed: int) -> None:
@@ -62,20 +62,12 @@ def train_student(folder: Path, seed: int, rollouts: int, name: str) -> Path:
     return run
 
 
-def draw(runs: dict[str, Path], target: Path) -> None:
-    """Draw and print the held-out accuracy of each run."""
-    from fsdptrain.tools.report.curves import new_figure, save
+def show(runs: dict[str, Path]) -> None:
+    """Print the held-out accuracy of each run."""
     from fsdptrain.tools.report.report import read_series
 
-    figure = new_figure("Held-out accuracy of the student", width=6.4, height=3.6)
-    axes = figure.add_subplot()
     for name, run in runs.items():
-        steps, values = read_series(run, "eval/heldout/accuracy")
-        axes.plot(steps, values, label=name, marker="o", markersize=3)
-        print(f"{name}: " + " ".join(f"{value:.3f}" for value in values))
-    axes.set_xlabel("rollouts")
-    axes.legend(frameon=False, fontsize=8)
-    print(f"  {save(figure, target)}")
+        print(f"{name}: " + " ".join(f"{value:.3f}" for value in read_series(run, "eval/heldout/accuracy")[1]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Model calls of an agent, in the form that all dialects of the endpoint share."""
+"""Model calls of an agent, between the endpoint and the sampler."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +16,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One request: messages, or a text or token ids that the model continues.
+    """One request: messages that the model continues.
 
     Messages have `role` (system, user, assistant or tool) and `content`, a text. Those of the assistant may have
     `tool_calls`, a list of {"id", "type": "function", "function": {"name", "arguments"}} whose `arguments` are a
     mapping, as chat templates expect them; those of a tool may have `tool_call_id`.
     """
 
-    messages: Sequence[Mapping[str, Any]] | None = None
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {...}}, for the chat template
     num_choices: int = 1
     max_tokens: int | None = None

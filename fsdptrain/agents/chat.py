@@ -1,12 +1,14 @@
 """Chat completions of the OpenAI API, with the token ids of vLLM."""
 
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from fsdptrain.agents.calls import Answer, Choice, ModelCall
-from fsdptrain.agents.wire import Body, ChoicesRequest, Conversations, Function, Text, event, template_call
+from fsdptrain.agents.wire import Body, Text, Texts, event, template_call, usage
 
 
 class CalledFunction(Body):
@@ -37,42 +39,73 @@ class Message(Body, ignored="name refusal annotations", neutral={"audio": (), "f
         return message
 
 
+class Function(Body, ignored="strict"):  # generation is not constrained
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
 class Tool(Body):
     type: Literal["function"]
     function: Function
 
 
+class StreamOptions(Body, ignored="include_obfuscation"):
+    include_usage: bool = False
+
+
 class ChatRequest(
-    ChoicesRequest,
+    Body,
     ignored="metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention "
-    "reasoning_effort safety_identifier service_tier store verbosity",
+    "reasoning_effort safety_identifier seed service_tier store user verbosity",
     neutral={
+        "frequency_penalty": (0,),
         "function_call": ("auto", "none"),
         "functions": ([],),
+        "logit_bias": ({},),
         "modalities": (["text"],),
+        "presence_penalty": (0,),
         "response_format": ({"type": "text"},),
         "top_logprobs": (0,),
     },
 ):
+    model: str = ""  # any name is served by the model in training
     messages: Sequence[Message] = Field(min_length=1)
     tools: Sequence[Tool] = ()
     tool_choice: Literal["auto", "none"] = "auto"
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    n: int = Field(1, ge=1, le=1024)
+    stop: Texts = Field((), max_length=64)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     logprobs: bool = False
+    return_token_ids: bool = False  # of vLLM
 
-    def to_call(self, conversations: Conversations) -> ModelCall:
+    def to_call(self) -> ModelCall:
         return ModelCall(
             messages=[message.for_template() for message in self.messages],
-            tools=[] if self.tool_choice == "none" else [tool.function.for_template() for tool in self.tools],
+            tools=[] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools],
             num_choices=self.n,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=self.stop,
-            sampling=self.sampling,
+            sampling=self.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True),
         )
 
-    def to_body(self, answer: Answer, model: str, conversations: Conversations) -> dict[str, Any]:
-        choices = [self._choice(index, choice) for index, choice in enumerate(answer.choices)]
-        return self.body("chat.completion", answer, model, choices)
+    def to_body(self, answer: Answer, model: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(answer.choices)],
+            "usage": usage(answer),
+            **({"prompt_token_ids": list(answer.prompt_token_ids)} if self.return_token_ids else {}),
+        }
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
@@ -83,7 +116,8 @@ class ChatRequest(
                 for call in choice.tool_calls
             ]
         logprobs = {"content": _logprobs(choice), "refusal": None} if self.logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        body = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return {**body, "token_ids": list(choice.token_ids)} if self.return_token_ids else body
 
     def to_events(self, body: dict[str, Any]) -> Iterator[str]:
         """Yield chunks: for each choice its role, its content, each call, and how it ended."""
@@ -101,7 +135,9 @@ class ChatRequest(
             for part in chunks:
                 yield event({**chunk, **first, "choices": [{"index": choice["index"], **part}]})
                 first = {}
-        yield from self.last_events(chunk, body)
+        if self.stream_options.include_usage:
+            yield event({**chunk, "choices": [], "usage": body["usage"]})
+        yield "data: [DONE]\n\n"
 
 
 def _logprobs(choice: Choice) -> list[dict[str, Any]]:

@@ -13,9 +13,7 @@ from pydantic_core import from_json
 
 from fsdptrain.agents.calls import Answer, CallError, Episodes, ModelCall
 from fsdptrain.agents.chat import ChatRequest
-from fsdptrain.agents.completions import CompletionRequest
-from fsdptrain.agents.responses import ResponsesRequest
-from fsdptrain.agents.wire import Conversations, error_event, error_object, parse
+from fsdptrain.agents.wire import error_event, error_object, parse
 from fsdptrain.errors import ConfigError, RolloutError, describe
 
 try:
@@ -31,18 +29,12 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Dialect = ChatRequest | CompletionRequest | ResponsesRequest
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 _KEEP_ALIVE_S = 15.0  # between the comments in a stream that waits for the model
 _IDLE_S = 75  # for connections without a request; longer than clients keep theirs
 _CLOSE_S = 1  # for connections whose client does not read its response
 _MAX_OPEN_FILES = 65_536
-_DIALECTS = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/responses": ResponsesRequest,
-}
 
 
 class Endpoint:
@@ -53,7 +45,6 @@ class Endpoint:
     ) -> None:
         self._episodes = episodes
         self._max_body_bytes = max_body_bytes
-        self._conversations: dict[str, Conversations] = {}  # by key
         self._loop = asyncio.new_event_loop()
         self._closing: asyncio.Future[None] = self._loop.create_future()
         _allow_open_files()
@@ -108,9 +99,7 @@ class Endpoint:
             return _refuse(CallError(error.status_code, message), dict(error.headers or {}))
 
         routes = [
-            Route(path, self._checked(self._call(dialect)), methods=["POST"]) for path, dialect in _DIALECTS.items()
-        ]
-        routes += [
+            Route("/v1/chat/completions", self._checked(self._chat), methods=["POST"]),
             Route("/v1/reward", self._checked(self._reward), methods=["POST"]),
             Route("/v1/models", self._checked(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._checked(self._model), methods=["GET"]),
@@ -138,28 +127,24 @@ class Endpoint:
 
         return respond
 
-    def _call(self, dialect: type[Dialect]) -> Handler:
-        async def handle(request: Request, key: str) -> Response:
-            body = parse(dialect, await self._until_closed(self._read(request)))
-            call = body.to_call(self._conversations_of(key))
-            if body.stream:
-                headers = {"cache-control": "no-cache"}
-                return StreamingResponse(self._stream(request, key, body, call), 200, headers, "text/event-stream")
-            async with aclosing(self._answer(request, key, call)) as answers:
-                answer = [answer async for answer in answers][-1]
-            assert answer is not None
-            return JSONResponse(self._body(key, body, answer))
+    async def _chat(self, request: Request, key: str) -> Response:
+        body = parse(ChatRequest, await self._until_closed(self._read(request)))
+        if body.stream:
+            headers = {"cache-control": "no-cache"}
+            return StreamingResponse(self._stream(request, key, body), 200, headers, "text/event-stream")
+        async with aclosing(self._answer(request, key, body.to_call())) as answers:
+            answer = [answer async for answer in answers][-1]
+        assert answer is not None
+        return JSONResponse(body.to_body(answer, self._episodes.model))
 
-        return handle
-
-    async def _stream(self, request: Request, key: str, body: Dialect, call: ModelCall) -> AsyncIterator[str]:
+    async def _stream(self, request: Request, key: str, body: ChatRequest) -> AsyncIterator[str]:
         try:
-            async with aclosing(self._answer(request, key, call)) as answers:
+            async with aclosing(self._answer(request, key, body.to_call())) as answers:
                 async for answer in answers:
                     if answer is None:
                         yield ": waiting\n\n"
                         continue
-                    for event in body.to_events(self._body(key, body, answer)):
+                    for event in body.to_events(body.to_body(answer, self._episodes.model)):
                         yield event
         except ClientDisconnect:
             return
@@ -168,9 +153,6 @@ class Endpoint:
         except Exception as error:
             log.exception("%s failed", request.url.path)
             yield error_event(CallError(500, describe(error)))
-
-    def _body(self, key: str, body: Dialect, answer: Answer) -> dict[str, Any]:
-        return body.to_body(answer, self._episodes.model, self._conversations_of(key))
 
     async def _answer(self, request: Request, key: str, call: ModelCall) -> AsyncGenerator[Answer | None, None]:
         """Yield None now and then, and the answer at the end.
@@ -207,13 +189,6 @@ class Endpoint:
             if len(body) > self._max_body_bytes:
                 raise too_large
         return bytes(body)
-
-    def _conversations_of(self, key: str) -> Conversations:
-        if key not in self._conversations:
-            self._conversations = {
-                other: kept for other, kept in self._conversations.items() if self._episodes.is_open(other)
-            }
-        return self._conversations.setdefault(key, {})
 
     async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)

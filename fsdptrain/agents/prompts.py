@@ -28,21 +28,8 @@ class CallRenderer:
         self._turns = TurnRenderer(tokenizer, data=data)
         self.token_text = lru_cache(maxsize=None)(lambda token: str(tokenizer.decode([token])))
 
-    def prompt_of(self, call: ModelCall, record: Record) -> tuple[list[int], AnsweredCall | None, Conversation | None]:
+    def prompt_of(self, call: ModelCall, record: Record) -> tuple[list[int], AnsweredCall | None, Conversation]:
         """Return the prompt tokens, the call that they continue, and the key of the conversation. Raises CallError."""
-        if call.messages is not None:
-            return self._of_messages(call, record)
-        if call.token_ids is not None:
-            return list(call.token_ids), record.continued_by_tokens(call.token_ids), None
-        assert call.text is not None
-        if (parent := record.continued_by_text(call.text)) is not None:
-            return [*parent.token_ids, *self._tokenize(call.text[len(parent.text) :])], parent, None
-        return list(self.tokenizer(call.text)["input_ids"]), None, None
-
-    def _of_messages(
-        self, call: ModelCall, record: Record
-    ) -> tuple[list[int], AnsweredCall | None, Conversation | None]:
-        assert call.messages is not None
         if not self.data.apply_chat_template:
             raise CallError(400, "chat needs a chat template, which --no-apply-chat-template turns off")
         conversation = conversation_of(call.messages, call.tools)
@@ -75,10 +62,6 @@ class CallRenderer:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def whole_text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text with special tokens: only a text that has them too continues their tokens."""
-        return str(self.tokenizer.decode(list(token_ids)))
 
     def until_stop(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str, bool]:
         """Cut a response at the first of the texts `stop`. Returns the number of tokens, the text, and whether it was

@@ -26,7 +26,6 @@ class AnsweredCall:
     prompt_ids: list[int]  # those that this call adds
     completion: Completion
     truncated: bool  # by the limit of the run, not of the request
-    text: str = ""  # of the path, for calls that continue a text
 
     @property
     def path(self) -> "list[AnsweredCall]":
@@ -60,11 +59,10 @@ class Record:
     calls: list[AnsweredCall] = field(default_factory=list)
     _by_conversation: dict[Conversation, AnsweredCall] = field(default_factory=dict)
 
-    def add(self, call: AnsweredCall, conversation: Conversation | None) -> None:
+    def add(self, call: AnsweredCall, conversation: Conversation) -> None:
         """conversation: of the call and its response"""
         self.calls.append(call)
-        if conversation is not None:
-            self._by_conversation.setdefault(conversation, call)
+        self._by_conversation.setdefault(conversation, call)
 
     def continued_by(self, conversation: Conversation) -> tuple[AnsweredCall | None, int]:
         """Return the longest answered call whose conversation `conversation` begins with, and its length."""
@@ -79,11 +77,6 @@ class Record:
             if call.end <= len(token_ids) and call.token_ids == list(token_ids[: call.end]):
                 return call
         return None
-
-    def continued_by_text(self, text: str) -> AnsweredCall | None:
-        """Return the longest call whose text `text` begins with."""
-        matching = [call for call in self.calls if call.text and text.startswith(call.text)]
-        return max(matching, key=lambda call: len(call.text), default=None)
 
     def sequences(self) -> list[list[AnsweredCall]]:
         """Return the paths that nothing continues, in the order of their last calls."""

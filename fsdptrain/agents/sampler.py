@@ -29,10 +29,10 @@ from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.values import to_result
 from fsdptrain.threads import StepThreads
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import Agent
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
 from fsdptrain.trainer.samples.single_turn import GenerationRound
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams
 from fsdptrain.vllm.config import VllmConfig
 
@@ -67,9 +67,7 @@ class AgentEpisode:
         if result.reward is not None:
             self.rewards = {**result.rewards, "reward": result.reward}
 
-    def add(
-        self, call: AnsweredCall, conversation: Conversation | None, messages: list[Message], response: str
-    ) -> None:
+    def add(self, call: AnsweredCall, conversation: Conversation, messages: list[Message], response: str) -> None:
         self.record.add(call, conversation)
         if call.number > self.last_call:
             self.last_call, self.messages, self.response = call.number, messages, response
@@ -83,17 +81,11 @@ class OpenEpisodes:
 
     model = MODEL
 
-    def __init__(
-        self, renderer: CallRenderer, *, max_prompt_len: int, max_positions: int | None, vocab_size: int
-    ) -> None:
-        """
-        max_positions: of the model or the engine, None: no limit [tokens]
-        vocab_size: of the model
-        """
+    def __init__(self, renderer: CallRenderer, *, max_prompt_len: int, max_positions: int | None) -> None:
+        """max_positions: of the model or the engine, None: no limit [tokens]"""
         self.renderer = renderer
         self.max_prompt_len = max_prompt_len
         self.max_positions = max_positions
-        self.vocab_size = vocab_size
         self._open: dict[str, AgentEpisode] = {}
         self._lock = threading.Lock()  # of `_open` and of what calls add to episodes
         self._warned: set[str] = set()
@@ -157,19 +149,15 @@ class OpenEpisodes:
                     prompt_ids[start:],
                     completion,
                     truncated=choice.finish_reason == "length" and max_tokens == remaining,
-                    text="" if call.text is None else call.text + self.renderer.whole_text_of(completion.token_ids),
                 )
-                key = None if conversation is None else (*conversation, *conversation_of([message], ())[1:])
-                episode.add(answered, key, [*(call.messages or ()), message], text)
+                key = (*conversation, *conversation_of([message], ())[1:])
+                episode.add(answered, key, [*call.messages, message], text)
             episode.counts["calls"] += 1
             episode.counts["continued_calls"] += parent is not None
         return Answer(prompt_ids, choices)
 
     def _remaining(self, prompt_ids: Sequence[int], parent: AnsweredCall | None, max_tokens: int) -> int:
         """Return how many tokens may follow. Raises CallError for a prompt that the model cannot take."""
-        if not prompt_ids or not all(0 <= token < self.vocab_size for token in prompt_ids):
-            what = f"has token ids outside 0 to {self.vocab_size - 1}" if prompt_ids else "has no tokens"
-            raise CallError(400, f"the prompt {what}", param="prompt")
         num_first = parent.path[0].response_start if parent else len(prompt_ids)
         if num_first > self.max_prompt_len:
             limit = f"--rollout-max-prompt-len {self.max_prompt_len}"
@@ -391,7 +379,6 @@ def build_agent_sampler(
         CallRenderer(tokenizer, config.data),
         max_prompt_len=config.prompt_budget,
         max_positions=min((limit for limit in limits if limit), default=None),
-        vocab_size=model.vocab_size,
     )
     return AgentSampler(
         engine=engine,

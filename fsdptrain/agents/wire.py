@@ -1,19 +1,12 @@
-"""What the dialects of the endpoint share: checked bodies, errors and server-sent events."""
+"""Checked bodies, errors and server-sent events of the endpoint."""
 
 import json
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from fsdptrain.agents.calls import Answer, CallError
-
-Messages = Sequence[Mapping[str, Any]]
-Conversations = dict[str, Messages]  # the messages up to each response of an episode, by the id of the response
-
-_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Body(BaseModel):
@@ -50,13 +43,13 @@ def parse(model: type[B], body: bytes) -> B:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise refusal(error) from None
+        raise _refusal(error) from None
 
 
-def refusal(error: ValidationError, within: str = "") -> CallError:
+def _refusal(error: ValidationError) -> CallError:
     errors = error.errors(include_url=False, include_context=False)
     first = min(errors, key=lambda one: one["loc"][-1:] != ("type",))  # a wrong type explains the other errors
-    path = within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     path = path.lstrip(".")[:200]
     if first["type"] == "extra_forbidden":
         message = f"{path}={json.dumps(first['input'])[:80]} is unknown or not supported"
@@ -72,22 +65,13 @@ def _join_text(content: Any) -> str:
         raise ValueError("must be a text or a list of content parts")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"a content part of type {kind!r} is not supported, or has no text")
     return "".join(part["text"] for part in content)
 
 
 Text = Annotated[str, BeforeValidator(_join_text)]
 Texts = Annotated[Sequence[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-
-
-class Function(Body, ignored="strict"):  # generation is not constrained
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude_unset=True, exclude={"type"})}
 
 
 def template_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
@@ -100,61 +84,13 @@ def template_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": function}
 
 
-class ModelRequest(Body):
-    """The fields that all dialects have."""
-
-    model: str = ""  # any name is served by the model in training
-    stream: bool = False
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-
-    @property
-    def sampling(self) -> dict[str, float]:
-        return self.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
-
-
-class StreamOptions(Body, ignored="include_obfuscation"):
-    include_usage: bool = False
-
-
-class ChoicesRequest(
-    ModelRequest,
-    ignored="user seed",
-    neutral={"presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)},
-):
-    """The fields that chat completions and completions have."""
-
-    max_tokens: int | None = Field(None, ge=1)
-    n: int = Field(1, ge=1, le=1024)
-    stop: Texts = Field((), max_length=64)
-    stream_options: StreamOptions = StreamOptions()
-    return_token_ids: bool = False  # of vLLM
-
-    def body(self, kind: str, answer: Answer, model: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-        if not self.return_token_ids:
-            return {**head, "choices": choices, "usage": usage(answer)}
-        choices = [
-            {**body, "token_ids": list(choice.token_ids)} for body, choice in zip(choices, answer.choices, strict=True)
-        ]
-        prompt = list(answer.prompt_token_ids)
-        return {**head, "choices": choices, "usage": usage(answer), "prompt_token_ids": prompt}
-
-    def last_events(self, chunk: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[str]:
-        if self.stream_options.include_usage:
-            yield event({**chunk, "choices": [], "usage": body["usage"]})
-        yield "data: [DONE]\n\n"
-
-
 def usage(answer: Answer) -> dict[str, int]:
     prompt, completion = len(answer.prompt_token_ids), sum(len(choice.token_ids) for choice in answer.choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def event(data: Mapping[str, Any], kind: str | None = None) -> str:
-    return ("" if kind is None else f"event: {kind}\n") + f"data: {json.dumps(data)}\n\n"
+def event(data: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
 
 
 def error_object(error: CallError) -> dict[str, Any]:
@@ -164,7 +100,5 @@ def error_object(error: CallError) -> dict[str, Any]:
 
 
 def error_event(error: CallError) -> str:
-    """Return the event of an error after the headers. Clients of all dialects raise on its `error`."""
-    body = error_object(error)
-    details = {name: body["error"][name] for name in ("message", "param", "code")}
-    return event({"type": "error", "sequence_number": 0, **details, **body}, "error")
+    """Return the event of an error after the headers. Clients raise on its `error`."""
+    return f"event: error\n{event(error_object(error))}"

@@ -5,7 +5,7 @@ all ranks. `assign_advantages` is the rank-local part, `scale_over_batch` the co
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain.registry import Table
@@ -23,7 +23,6 @@ class AdvantageRule:
 
     estimate: Estimate
     scale: str = "none"  # group, batch, whiten, none
-    weights: Mapping[str, float] | None = None  # weights of reward parts that are normalized separately (GDPO)
 
 
 def assign_advantages(samples: Sequence[Sample], rule: AdvantageRule) -> list[Sample]:
@@ -42,27 +41,15 @@ def assign_advantages(samples: Sequence[Sample], rule: AdvantageRule) -> list[Sa
 
 def scale_over_batch(samples: Sequence[Sample], rule: AdvantageRule, reduce_sums: ReduceSums) -> list[Sample]:
     """Apply the batch scale of `rule` to the advantages from `assign_advantages`. Collective through `reduce_sums`."""
-    if rule.weights is None and rule.scale not in BATCH_SCALES:
+    if rule.scale not in BATCH_SCALES:
         return list(samples)
-    scale = BATCH_SCALES["whiten_samples" if rule.weights is not None else rule.scale]
-    return scale(samples, reduce_sums)
+    return BATCH_SCALES[rule.scale](samples, reduce_sums)
 
 
-def sum_then_normalize(members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
-    """sum_k w_k s_k: one combined reward, from which the estimator computes advantages."""
-    return estimated([_reward(member) for member in members], members, rule)
-
-
-def zero_spread_groups(samples: Sequence[Sample], parts: Iterable[str] = ()) -> tuple[int, int]:
-    """Return the number of groups without reward spread, which give no learning signal, and the number of groups.
-
-    If `parts` are given (separately normalized rewards), a group counts if none of them has spread.
-    """
-    names, num_equal = list(parts), 0
-    for indices in groups_with_rewards(samples):
-        members = [samples[index] for index in indices]
-        columns = [[m.rewards[name] for m in members] for name in names] or [[_reward(m) for m in members]]
-        num_equal += all(all_equal(column) for column in columns)
+def zero_spread_groups(samples: Sequence[Sample]) -> tuple[int, int]:
+    """Return the number of groups without reward spread, which give no learning signal, and the number of groups."""
+    groups = groups_with_rewards(samples)
+    num_equal = sum(all_equal([_reward(samples[index]) for index in indices]) for indices in groups)
     unscored = {sample.group_id for sample in samples} - {s.group_id for s in samples if s.reward is not None}
     return num_equal + len(unscored), len({sample.group_id for sample in samples})
 
@@ -88,10 +75,7 @@ def divide_by_group_std(advantages: Sequence[float], rewards: Sequence[float]) -
 
 
 def _of_group(members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
-    return MULTI_REWARD["sum_then_normalize" if rule.weights is None else "normalize_then_sum"](members, rule)
-
-
-def estimated(rewards: Sequence[float], members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
+    rewards = [_reward(member) for member in members]
     advantages = rule.estimate(rewards, [sum(sum(s.loss_mask) for s in member.sequences) for member in members])
     return divide_by_group_std(advantages, rewards) if rule.scale == "group" else list(advantages)
 
@@ -135,21 +119,12 @@ ADVANTAGES = Table[Estimate](
         "dr_grpo": f"{_HERE}:dr_grpo",
         "rloo": f"{_ESTIMATORS}:rloo",
         "reinforce++_baseline": f"{_HERE}:to_be_whitened",
-        "max_rl": f"{_ESTIMATORS}:max_rl",
-        "opo": f"{_ESTIMATORS}:opo",
         "none": f"{_ESTIMATORS}:none",
-    }
-)
-MULTI_REWARD = Table[Callable[..., list[float]]](
-    {
-        "sum_then_normalize": f"{_HERE}:sum_then_normalize",
-        "normalize_then_sum": f"{_ESTIMATORS}:normalize_then_sum",
     }
 )
 BATCH_SCALES = Table[Callable[[Sequence[Sample], ReduceSums], list[Sample]]](
     {
         "batch": "fsdptrain.algo.batch_scales:divide_by_batch_std",
         "whiten": "fsdptrain.algo.batch_scales:whiten_tokens",
-        "whiten_samples": "fsdptrain.algo.batch_scales:whiten_samples",
     }
 )

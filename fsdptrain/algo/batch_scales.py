@@ -26,13 +26,6 @@ def divide_by_batch_std(samples: Sequence[Sample], reduce_sums: ReduceSums) -> l
     return _with_advantages(samples, lambda advantage: advantage / (std + STD_EPSILON) if std else 0.0)
 
 
-def whiten_samples(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
-    """(A - mean) / (std + 1e-6) over the samples of the batch, unbiased: the last step of GDPO (arXiv 2601.05242)."""
-    advantages = [sample.advantage for sample in samples if sample.reward is not None]
-    mean, std = _mean_and_std(advantages, [1] * len(advantages), reduce_sums)
-    return _with_advantages(samples, lambda advantage: (advantage - mean) / (std + STD_EPSILON))
-
-
 def whiten_tokens(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
     """(A - mean) / sqrt(var + 1e-8), unbiased, over the response tokens of the batch (REINFORCE++, arXiv 2501.03262).
 

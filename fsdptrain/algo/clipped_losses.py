@@ -1,4 +1,4 @@
-"""Losses that clip the ratio of new to old policy: grpo, gspo, gmpo."""
+"""Losses that clip the ratio of new to old policy: grpo and gspo."""
 
 import torch
 from torch import Tensor
@@ -29,31 +29,10 @@ def gspo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
     return _clipped_ratio(tokens, clamped(straight_through(tokens.logprobs, mean)), config)
 
 
-def gmpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """Geometric mean of the clipped ratios of a sequence (GMPO, arXiv 2507.20673).
-
-    -A exp(mean_t d), with the gradient through each d. d = min(l - lo, eps_clip_high) where A > 0, else max(l - lo,
-    -eps_clip). The bounds apply to the LOG ratio; the paper uses exp(-0.4) and exp(0.4).
-    """
-    tokens = at_loss_tokens(batch, logprobs)
-    log_ratio, rises = tokens.log_ratio, tokens.advantages > 0
-    low, high = -config.eps_clip, config.eps_clip_high
-    clipped = torch.where(rises, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    ratio = straight_through(clipped, sequence_mean(tokens, clipped)).exp()
-    return policy_loss(
-        tokens,
-        -ratio * tokens.advantages,
-        config,
-        ratio=ratio,
-        clipped_low=(log_ratio < low) & (tokens.advantages < 0),
-        clipped_high=(log_ratio > high) & rises,
-    )
-
-
 def _clipped_ratio(tokens: LossTokens, log_ratio: Tensor, config: LossConfig) -> LossOutput:
     """Compute PPO's pessimistic bound, with optional dual clip, for token or sequence ratios."""
     ratio = log_ratio.exp()
-    low, high = 1 - config.eps_clip, 1 + config.eps_clip_high
+    low, high = 1 - config.eps_clip, 1 + config.clip_high
     policy = -torch.minimum(ratio * tokens.advantages, ratio.clamp(low, high) * tokens.advantages)
     if config.eps_clip_c is not None:
         bound = torch.where(tokens.advantages < 0, -config.eps_clip_c * tokens.advantages, torch.inf)

@@ -1,4 +1,4 @@
-"""Definition of a correct response, shared by evaluation, curriculum and length penalty."""
+"""Definition of a correct response."""
 
 _TOLERANCE = 1e-6  # weighted sums of rewards reach 1.0 only up to rounding
 

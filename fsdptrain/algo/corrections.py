@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 
 from fsdptrain.algo.kl import KL_ESTIMATORS
-from fsdptrain.algo.tokens import LossTokens, clamped, sequence_max, sequence_mean, sequence_sum
+from fsdptrain.algo.tokens import LossTokens, clamped, sequence_mean, sequence_sum
 from fsdptrain.types import LossConfig
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Weighting scheme: the ratio to use and the treatment of values outside the bounds."""
+    """Weighting scheme: the ratio to use and the treatment of values outside the bounds (MISMATCH_BOUNDS)."""
 
     log_ratio: Callable[[LossTokens, Tensor], Tensor]  # from per-token log w, [M] -> [M]
     bounded: Callable[[Tensor, float, float], Tensor]  # (w [M], low, high) -> weights [M]
-    low: float  # default bounds, low <= 1 <= high
-    high: float
     formula: str
     source: str
 
@@ -44,7 +42,7 @@ class RejectionLevel:
 def correction_weights(tokens: LossTokens, config: LossConfig) -> Tensor:
     """Return the weight of each token's loss, in [0, mismatch_high]. [M], without gradient."""
     bounded = CORRECTIONS[config.mismatch_correction].bounded
-    weights = bounded(correction_ratio(tokens, config), config.mismatch_low, config.mismatch_high)
+    weights = bounded(correction_ratio(tokens, config), *config.mismatch_bounds)
     return weights if config.mismatch_rejection == "none" else torch.where(rejected(tokens, config), 0.0, weights)
 
 
@@ -58,7 +56,7 @@ def rejected(tokens: LossTokens, config: LossConfig) -> Tensor:
     """Return where the statistic of --mismatch-rejection exceeds its bound. [M] bool"""
     level, _, estimator = config.mismatch_rejection.rpartition("_")
     values = KL_ESTIMATORS[estimator](clamped(-mismatch(tokens, config)))  # the engine sampled the tokens
-    return REJECTION_LEVELS[level].statistic(tokens, values).abs() > config.mismatch_rejection_max
+    return REJECTION_LEVELS[level].statistic(tokens, values).abs() > (config.mismatch_rejection_max or 0.0)
 
 
 def mismatch(tokens: LossTokens, config: LossConfig) -> Tensor:
@@ -69,10 +67,6 @@ def mismatch(tokens: LossTokens, config: LossConfig) -> Tensor:
 
 def _of_token(_tokens: LossTokens, log_w: Tensor) -> Tensor:
     return log_w
-
-
-def _largest(tokens: LossTokens, values: Tensor) -> Tensor:
-    return sequence_max(tokens, values.abs())
 
 
 def _truncated(w: Tensor, low: float, high: float) -> Tensor:
@@ -88,26 +82,23 @@ def _ones(w: Tensor, _low: float, _high: float) -> Tensor:
 
 
 CORRECTIONS: Mapping[str, Correction] = {
-    "none": Correction(_of_token, _ones, 0.5, 2.0, "1", "bounds are those of mismatch/out_of_bounds"),
-    "tis": Correction(_of_token, _truncated, 0.0, 2.0, "clamp(w_t, low, high)", "truncated importance sampling, 2025"),
+    "none": Correction(_of_token, _ones, "1", "bounds are those of mismatch/out_of_bounds"),
+    "tis": Correction(_of_token, _truncated, "clamp(w_t, low, high)", "truncated importance sampling, 2025"),
     "tis_sequence": Correction(
-        sequence_sum, _truncated, 0.0, 2.0, "clamp(exp(sum_t log w_t), low, high)", "the same for whole sequences"
+        sequence_sum, _truncated, "clamp(exp(sum_t log w_t), low, high)", "the same for whole sequences"
     ),
-    "mis": Correction(_of_token, _masked, 0.5, 2.0, "w_t inside [low, high], else 0", "masked importance sampling"),
+    "mis": Correction(_of_token, _masked, "w_t inside [low, high], else 0", "masked importance sampling"),
     "mis_sequence": Correction(
         sequence_mean,
         _masked,
-        0.99,
-        1.01,
         "exp(mean_t log w_t) inside [low, high], else 0",
         "the same by the geometric mean of a sequence; its bounds are our choice",
     ),
-    "icepop": Correction(_of_token, _masked, 0.5, 5.0, "w_t inside [low, high], else 0", "IcePop, arXiv 2510.18855"),
+    "icepop": Correction(_of_token, _masked, "w_t inside [low, high], else 0", "IcePop, arXiv 2510.18855"),
 }
-REJECTION_ESTIMATORS = ("k1", "k2", "k3")
+REJECTION_ESTIMATORS = ("k1", "k3")
 REJECTION_LEVELS: Mapping[str, RejectionLevel] = {
     "token": RejectionLevel(_of_token, "abs(k_t)"),
     "seq_mean": RejectionLevel(sequence_mean, "abs(mean_t k_t)"),
-    "seq_max": RejectionLevel(_largest, "max_t abs(k_t)"),
     "seq_sum": RejectionLevel(sequence_sum, "abs(sum_t k_t)"),
 }

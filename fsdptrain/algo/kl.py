@@ -5,7 +5,6 @@ expectation of each estimator is the KL or close to it. Do not use k1 as a loss:
 k2 or k3 instead.
 """
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -33,15 +32,3 @@ def low_var_kl(log_ratio: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
-
-
-def adapt_kl_coef(coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
-    """coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon): a proportional controller in log space.
-
-    Ziegler et al. 2019, arXiv 1909.08593; their gain of 0.1 is num_samples / horizon here. `kl` is measured on
-    `num_samples` samples. A non-finite `kl`, as after a skipped step, leaves the coefficient unchanged.
-    """
-    if not math.isfinite(kl):
-        return coef
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * num_samples / horizon)

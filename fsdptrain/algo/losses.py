@@ -14,11 +14,8 @@ LOSSES = Table[Loss](
     {
         "grpo": f"{_CLIPPED}:grpo",
         "gspo": f"{_CLIPPED}:gspo",
-        "gmpo": f"{_CLIPPED}:gmpo",
         "cispo": f"{_WEIGHTED}:cispo",
         "sapo": f"{_WEIGHTED}:sapo",
-        "dppo_tv": f"{_WEIGHTED}:dppo_tv",
-        "dppo_kl": f"{_WEIGHTED}:dppo_kl",
         "prime_rl": f"{_WEIGHTED}:prime_rl",
         "reinforce": f"{_WEIGHTED}:reinforce",
         "sft": f"{_WEIGHTED}:sft",

@@ -42,7 +42,8 @@ def mismatch_metrics(tokens: LossTokens, config: LossConfig) -> dict[str, Tensor
     distance, log_w = difference.abs(), clamped(difference)
     w = log_w.exp()
     in_use = correction_ratio(tokens, config)
-    outside = (in_use < config.mismatch_low) | (in_use > config.mismatch_high)
+    low, high = config.mismatch_bounds
+    outside = (in_use < low) | (in_use > high)
     metrics = {
         "mismatch/abs_mean": (tokens.shares * distance).sum(),
         "mismatch/abs_max": torch.where(tokens.shares > 0, distance, 0.0).max(),

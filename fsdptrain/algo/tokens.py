@@ -75,13 +75,6 @@ def sequence_mean(tokens: LossTokens, values: Tensor) -> Tensor:
     return sequence_sum(tokens, values) / counts.clamp(min=1)  # 0 loss tokens in an empty pack
 
 
-def sequence_max(tokens: LossTokens, values: Tensor) -> Tensor:
-    """Compute the maximum of 0 and `values` over each sequence, broadcast to its tokens. [M] -> [M]"""
-    counted = torch.where(tokens.mask, values, 0.0)
-    largest = counted.new_zeros(tokens.num_segments).scatter_reduce(0, tokens.segments, counted, "amax")
-    return largest[tokens.segments]
-
-
 def straight_through(values: Tensor, target: Tensor) -> Tensor:
     """`target` in the forward pass, the gradient of `values` in the backward pass (straight-through). [M]
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, is_own
-from fsdptrain.config.rules import NEEDS_KL, RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, is_own
+from fsdptrain.config.rules import RL_ONLY, Excludes, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 from fsdptrain.registry import suggest
 
@@ -22,38 +22,32 @@ class AlgorithmConfig(Section):
     NAME = "algorithm"
 
     algorithm: Literal[
-        "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "prime_rl", "reinforce",
-        "rloo", "reinforce++_baseline", "max_rl", "opo", "opd", "sft",
+        "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "prime_rl", "reinforce", "rloo", "reinforce++_baseline",
+        "opd", "sft",
     ] = "grpo"  # fmt: skip
     """Preset of loss, aggregation, advantage and other options; explicit values of these override it. `sft`: supervised
     training on prompts and labels; `opd`: on-policy distillation from --opd-teacher; all others: reinforcement
     learning. See docs/algorithms.md."""
     loss: str = "grpo"
-    """grpo, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, prime_rl, reinforce, sft, or `package.module:function`. Default:
-    the loss of the algorithm."""
+    """grpo, gspo, cispo, sapo, prime_rl, reinforce, sft, or `package.module:function`. Default: the loss of the
+    algorithm."""
     n_samples_per_prompt: Annotated[int, RL_ONLY] = Field(default=8, ge=1)
     """Completions per prompt: the group size."""
     advantage_estimator: Annotated[str, RL_ONLY] = "grpo"
     """`grpo`: (reward - mean) / std within the group. `dr_grpo`: reward - mean. `rloo`: reward - mean of the others.
-    `reinforce++_baseline`: reward - mean, whitened over the batch. `max_rl`: (reward - mean) / mean. `opo`: reward -
-    length-weighted mean. `none`: 0, rewards are only reported. Or `package.module:function`: (rewards, lengths) of a
-    group -> advantages."""
+    `reinforce++_baseline`: reward - mean, whitened over the batch. `none`: 0, rewards are only reported. Or
+    `package.module:function`: (rewards, lengths) of a group -> advantages."""
     advantage_scale: Annotated[Literal["auto", "group", "batch", "whiten", "none"], RL_ONLY] = "auto"
     """Divide advantages by the std of rewards in the group (`group`) or of all ranks (`batch`), or whiten them over the
     tokens of the batch (`whiten`). `auto`: the scale of the estimator, group for grpo."""
-    multi_reward: Annotated[Literal["sum_then_normalize", "normalize_then_sum"], RL_ONLY] = "sum_then_normalize"
-    """How to combine several rewards: advantages of their weighted sum, or (GDPO) each reward normalized within its
-    group, then summed by weight, then whitened over the batch."""
     eps_clip: Annotated[float, RL_ONLY] = Field(default=0.2, gt=0.0, lt=1.0)
-    """Lower clip of the policy ratio: 1 - eps_clip. gmpo: of the log ratio. dppo_tv, dppo_kl, prime_rl: largest
-    decrease of a token, in probability or KL."""
+    """Lower clip of the policy ratio: 1 - eps_clip. prime_rl: largest decrease of the probability of a token."""
     eps_clip_high: Annotated[float | None, RL_ONLY] = Field(default=None, gt=0.0)
-    """Upper clip of the policy ratio: 1 + eps_clip_high; gmpo, dppo_tv, dppo_kl, prime_rl as for eps_clip. Default:
-    eps_clip."""
+    """Upper clip of the policy ratio: 1 + eps_clip_high; prime_rl as for eps_clip. Default: eps_clip."""
     eps_clip_c: Annotated[float | None, RL_ONLY] = Field(default=None, gt=1.0)
     """Dual clip: bound of the loss for negative advantages, usually 3. Default: off."""
     is_cap_high: Annotated[float, RL_ONLY] = Field(default=5.0, ge=1.0)
-    """cispo, dppo_tv, dppo_kl: cap of the importance weight. Absolute, not 1 + eps."""
+    """cispo: cap of the importance weight. Absolute, not 1 + eps."""
     sapo_tau_pos: Annotated[float, RL_ONLY] = Field(default=1.0, gt=0.0)
     """sapo: steepness of the gate for positive advantages."""
     sapo_tau_neg: Annotated[float, RL_ONLY] = Field(default=1.05, gt=0.0)
@@ -75,19 +69,15 @@ class AlgorithmConfig(Section):
     """Estimator of the KL divergence. `low_var_kl`: clamped k3."""
     use_unbiased_kl: Annotated[bool, RL_ONLY, Requires("kl_loss_coef", fix=_ABOVE_0)] = False
     """Multiply the KL by the policy ratio, with its gradient: unbiased off-policy, also in the gradient."""
-    kl_reward_coef: Annotated[
-        float, RL_ONLY, Excludes("multi_reward=normalize_then_sum", "mask_truncated", fix="use --kl-loss-coef")
-    ] = Field(default=0.0, ge=0.0)
+    kl_reward_coef: Annotated[float, RL_ONLY, Excludes("mask_truncated", fix="use --kl-loss-coef")] = Field(
+        default=0.0, ge=0.0
+    )
     """Coefficient of the KL divergence of old policy to reference, summed over a response and subtracted from its
     reward."""
     kl_reward_type: Annotated[
         Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, Requires("kl_reward_coef", fix=_ABOVE_0)
     ] = "k1"
     """Estimator of the KL divergence in the reward, which needs no gradient: k1 is unbiased."""
-    kl_target: Annotated[float | None, RL_ONLY, NEEDS_KL] = Field(default=None, gt=0.0)
-    """Adapt the KL coefficient after each rollout to reach this KL divergence. Default: off. [nats per token]"""
-    kl_horizon: Annotated[int, RL_ONLY, Requires("kl_target")] = Field(default=10_000, ge=1)
-    """Samples in which the adaptive coefficient changes by at most a fifth. [samples]"""
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
     use_rollout_logprobs: Annotated[bool, RL_ONLY] = False
@@ -108,15 +98,28 @@ class AlgorithmConfig(Section):
     )
     """Upper bound of the mismatch ratio. Default: tis and mis 2, icepop 5, mis_sequence 1.01."""
     mismatch_rejection: Annotated[Literal[
-        "none", "token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1",
-        "seq_max_k2", "seq_max_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+        "none", "token_k1", "token_k3", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3",
     ], RL_ONLY] = "none"  # fmt: skip
-    """Drop tokens, or sequences by their mean, maximum or sum over tokens, where this estimate of the KL divergence of
+    """Drop tokens, or sequences by their mean or sum over tokens, where this estimate of the KL divergence of
     engine to trainer exceeds --mismatch-rejection-max. Can be combined with any --mismatch-correction."""
     mismatch_rejection_max: Annotated[
         float | None, RL_ONLY, Requires("mismatch_rejection", fix="set it, e.g. seq_mean_k3")
     ] = Field(default=None, gt=0.0)
     """Bound of --mismatch-rejection, e.g. 0.01 for seq_mean_k3. [nats]"""
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip of the policy ratio, as a distance from 1."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def mismatch_bounds(self) -> tuple[float, float]:
+        """Bounds of the mismatch ratio: low <= 1 <= high."""
+        low, high = MISMATCH_BOUNDS[self.mismatch_correction]
+        return (
+            low if self.mismatch_low is None else self.mismatch_low,
+            high if self.mismatch_high is None else self.mismatch_high,
+        )
 
     @property
     def trains_zero_advantage(self) -> str:
@@ -132,7 +135,6 @@ class AlgorithmConfig(Section):
         yield from self._advantage_problems(config)
         yield from self._loss_problems(config)
         yield from self._staleness_problems(config)
-        yield from self._kl_problems(config)
         if self.mismatch_rejection != "none" and self.mismatch_rejection_max is None:
             yield (
                 f"--mismatch-rejection {self.mismatch_rejection} needs --mismatch-rejection-max, its bound in nats, "
@@ -146,7 +148,7 @@ class AlgorithmConfig(Section):
         if self.advantage_estimator == "none" and not teaches:
             yield (
                 f"--algorithm {self.algorithm} with --advantage-estimator none learns from a teacher alone: name one "
-                "by --opd-teacher (a checkpoint, the URL of a vLLM server, or self), or another estimator"
+                "by --opd-teacher (a checkpoint or the URL of a vLLM server), or another estimator"
             )
         if self.n_samples_per_prompt < 2 and compares:
             yield (
@@ -155,18 +157,6 @@ class AlgorithmConfig(Section):
             )
         if not own and self.advantage_estimator not in ADVANTAGE_SCALES:
             yield _unknown("--advantage-estimator", self.advantage_estimator, ADVANTAGE_SCALES)
-        if self.multi_reward == "sum_then_normalize":
-            return
-        shaping = config.shaping
-        if len(config.reward.reward) + bool(shaping.overlong_penalty) + bool(shaping.length_penalty) < 2:
-            reason = "with one reward: name another in --reward, or remove it"
-            yield from config.without_effect(["multi_reward"], reason)
-        if scale != "group" and not (own and scale == "none"):
-            yield (
-                f"--multi-reward {self.multi_reward} divides each reward by its std within the group, which "
-                f"--advantage-estimator {self.advantage_estimator} with --advantage-scale {self.advantage_scale} "
-                "does not: add --advantage-scale group, or leave --multi-reward out"
-            )
 
     def _loss_problems(self, config: "Config") -> Iterator[Problem]:
         """Report options that the loss does not read, or that have no effect on-policy."""
@@ -198,20 +188,6 @@ class AlgorithmConfig(Section):
                 "for that: add --mismatch-correction tis, or --use-rollout-logprobs"
             )
 
-    def _kl_problems(self, config: "Config") -> Iterator[Problem]:
-        if self.kl_target is None:
-            return
-        if self.kl_loss_coef and self.kl_reward_coef:
-            yield (
-                f"--kl-target {self.kl_target:g} adapts one coefficient, but --kl-loss-coef {self.kl_loss_coef:g} and "
-                f"--kl-reward-coef {self.kl_reward_coef:g} are both given: choose one"
-            )
-        elif self.kl_horizon < config.samples_per_rollout:
-            yield (
-                f"--kl-horizon {self.kl_horizon} is less than the {config.samples_per_rollout} samples of a rollout, "
-                "after which the coefficient is adapted: raise it, 10000 is usual"
-            )
-
 
 class SelectionConfig(Section):
     """Selection of the prompts to train on."""
@@ -225,11 +201,7 @@ class SelectionConfig(Section):
     """Maximum rounds of generation per rollout, each with at most --rollout-batch-size prompts. Training uses the
     groups kept by then. 1: drop groups without replacing them."""
     min_group_spread: Annotated[float, Requires("dynamic_sampling")] = Field(default=0.0, ge=0.0)
-    """Dynamic sampling: keep a group if its largest and smallest reward differ by more than this; with --multi-reward
-    normalize_then_sum, for any one reward. [reward]"""
-    curriculum: Annotated[Literal["none", "pass_rate"], RL_ONLY] = "none"
-    """`pass_rate`: from the second epoch on, draw prompts that were always or never solved less often: with probability
-    4 p (1 - p) for pass rate p. A response passes at --pass-threshold."""
+    """Dynamic sampling: keep a group if its largest and smallest reward differ by more than this. [reward]"""
 
 
 class ShapingConfig(Section):
@@ -244,9 +216,6 @@ class ShapingConfig(Section):
     )
     """Last tokens before --rollout-max-response-len, over which the overlong penalty grows. Default: a fifth of it, as
     in DAPO. [tokens]"""
-    length_penalty: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
-    """Coefficient of a reward of +-0.5 for responses shorter than others of the group; incorrect responses never gain
-    from it (Kimi k1.5). 0: off."""
     mask_truncated: Annotated[bool, RL_ONLY] = False
     """Exclude truncated responses from the loss and its denominators; their rewards stay in the baseline."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-_NO_PASS = "where nothing is evaluated, without --curriculum and --length-penalty: set --eval-interval, or remove it"
+_NO_PASS = "where nothing is evaluated: set --eval-interval, or remove it"
 
 
 class DataConfig(Section):
@@ -27,7 +27,7 @@ class DataConfig(Section):
     """`reasoning_gym:<task>[?key=value&...]`, a .jsonl, .json, .csv, .parquet or .arrow file, a folder or the name of a
     `datasets` set, or `environment` for the rows of --environment. Several sources have weights: `a.jsonl=0.7 b=0.3`.
     See docs/data.md."""
-    prompt_data_streaming: Annotated[bool, Excludes("curriculum")] = False
+    prompt_data_streaming: bool = False
     """Read --prompt-data in order while training, without downloading or indexing it first."""
     prompt_split: str = "train"
     """Training split of a `datasets` data set."""
@@ -92,8 +92,6 @@ class DataConfig(Section):
                 )
             elif not several and weight is not None and "?" not in text and not Path(text).exists():
                 yield f"--prompt-data {text}: a weight has no effect on one source: remove ={weight[1]}"
-        if several and config.selection.curriculum != "none":
-            yield f"--curriculum {config.selection.curriculum} needs one source, not several of --prompt-data"
         if several and any(text.startswith("environment=") for text in self.prompt_data):
             yield "--prompt-data environment cannot be mixed with other sources: use one"
 
@@ -143,10 +141,8 @@ class RewardConfig(Section):
     judge_rubric: Annotated[str | None, _JUDGE] = None
     """Message to the judge, or a file with it; {prompt}, {response} and {label} are replaced. It must request a score
     as <score>7</score> or {"score": 7}. Default: see docs/rewards.md."""
-    pass_threshold: Annotated[
-        float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS), GENERATES
-    ] = 1.0
-    """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
+    pass_threshold: Annotated[float, Requires("@evaluates", reason=_NO_PASS), GENERATES] = 1.0
+    """Minimum reward of a correct response in evaluations."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if config.uses_judge and not (self.judge_url and self.judge_model):

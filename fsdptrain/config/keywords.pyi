@@ -14,7 +14,7 @@ class Keywords(TypedDict, total=False):
     data: Section | Mapping[str, Any]
     reward: str | list[str] | Section | Mapping[str, Any]
     environment: str | Section | Mapping[str, Any] | None
-    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "prime_rl", "reinforce", "rloo", "reinforce++_baseline", "max_rl", "opo", "opd", "sft"] | Section | Mapping[str, Any]  # noqa: E501
+    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "prime_rl", "reinforce", "rloo", "reinforce++_baseline", "opd", "sft"] | Section | Mapping[str, Any]  # noqa: E501
     shaping: Section | Mapping[str, Any]
     selection: Section | Mapping[str, Any]
     sft: Section | Mapping[str, Any]
@@ -82,7 +82,6 @@ class Keywords(TypedDict, total=False):
     n_samples_per_prompt: int
     advantage_estimator: str
     advantage_scale: Literal["auto", "group", "batch", "whiten", "none"]
-    multi_reward: Literal["sum_then_normalize", "normalize_then_sum"]
     eps_clip: float
     eps_clip_high: float | None
     eps_clip_c: float | None
@@ -98,23 +97,19 @@ class Keywords(TypedDict, total=False):
     use_unbiased_kl: bool
     kl_reward_coef: float
     kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"]
-    kl_target: float | None
-    kl_horizon: int
     entropy_coef: float
     use_rollout_logprobs: bool
     mismatch_correction: Literal["none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"]
     mismatch_low: float | None
     mismatch_high: float | None
-    mismatch_rejection: Literal["none", "token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"]  # noqa: E501
+    mismatch_rejection: Literal["none", "token_k1", "token_k3", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3"]  # noqa: E501
     mismatch_rejection_max: float | None
     overlong_penalty: float
     overlong_buffer: int | None
-    length_penalty: float
     mask_truncated: bool
     dynamic_sampling: bool
     dynamic_sampling_max_rounds: int
     min_group_spread: float
-    curriculum: Literal["none", "pass_rate"]
     sft_format: Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "label"]
     sft_loss_on: Literal["assistant", "last", "all"]
     sft_eval_generate: bool
@@ -213,8 +208,6 @@ class Keywords(TypedDict, total=False):
     opd_kl_coef: float
     opd_beta: float
     opd_top_k: int | None
-    opd_on_policy_fraction: float
-    opd_teacher_prompt: str | None
     fp8_skip: str | list[str]
     rollout_engine_args: dict[str, Any]
     rollout_kv_cache_gib: float | None

@@ -47,11 +47,8 @@ def _loss(*names: str, **defaults: Any) -> LossOptions:
 LOSS_OPTIONS: Mapping[str, LossOptions] = {
     "grpo": _loss(*CLIP, "eps_clip_c"),
     "gspo": _loss(*CLIP, "eps_clip_c", eps_clip=3e-4, eps_clip_high=4e-4),
-    "gmpo": _loss(*CLIP, eps_clip=0.4),
     "cispo": _loss("is_cap_high"),
     "sapo": _loss("sapo_tau_pos", "sapo_tau_neg"),
-    "dppo_tv": _loss(*CLIP, "is_cap_high", is_cap_high=20.0),
-    "dppo_kl": _loss(*CLIP, "is_cap_high", eps_clip=0.05, is_cap_high=20.0),
     "prime_rl": LossOptions(CLIP | {"prime_rl_kl_coef"}),
     "reinforce": _loss(),
     "sft": LossOptions(frozenset()),
@@ -61,9 +58,15 @@ ADVANTAGE_SCALES: Mapping[str, str] = {  # meaning of `--advantage-scale auto`
     "dr_grpo": "none",
     "rloo": "none",
     "reinforce++_baseline": "whiten",
-    "max_rl": "none",
-    "opo": "none",
     "none": "none",
+}
+MISMATCH_BOUNDS: Mapping[str, tuple[float, float]] = {  # correction -> defaults of --mismatch-low and -high
+    "none": (0.5, 2.0),
+    "tis": (0.0, 2.0),
+    "tis_sequence": (0.0, 2.0),
+    "mis": (0.5, 2.0),
+    "mis_sequence": (0.99, 1.01),
+    "icepop": (0.5, 5.0),
 }
 LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
 
@@ -74,15 +77,10 @@ PRESETS: Mapping[str, Preset] = {
     "gspo": Preset("gspo", loss_aggregation="sequence_mean"),
     "cispo": Preset("cispo"),
     "sapo": Preset("sapo", loss_aggregation="sequence_mean"),
-    "gmpo": Preset("gmpo", loss_aggregation="sequence_mean"),
-    "dppo_tv": Preset("dppo_tv"),
-    "dppo_kl": Preset("dppo_kl"),
     "prime_rl": Preset("prime_rl", advantage_estimator="dr_grpo"),
     "reinforce": Preset("reinforce", advantage_estimator="dr_grpo"),
     "rloo": Preset("reinforce", advantage_estimator="rloo"),
     "reinforce++_baseline": Preset("grpo", advantage_estimator="reinforce++_baseline"),
-    "max_rl": Preset("grpo", advantage_estimator="max_rl"),
-    "opo": Preset("reinforce", advantage_estimator="opo"),
     "opd": Preset("grpo", advantage_estimator="none"),
     "sft": Preset("sft"),
 }

@@ -73,10 +73,10 @@ class MixedPrompts:
         self._pending[prompt.id] = (name, inner)
         return prompt
 
-    def record(self, prompt: Prompt, *, passed: int = 0, tried: int = 0) -> None:
-        """Record the result of a returned prompt."""
+    def record(self, prompt: Prompt) -> None:
+        """Record that a returned prompt is no longer pending."""
         name, inner = self._pending.pop(prompt.id)
-        self.streams[name].record(inner, passed=passed, tried=tried)
+        self.streams[name].record(inner)
 
     def metrics(self) -> Metrics:
         """Return the epochs of each source."""

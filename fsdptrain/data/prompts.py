@@ -4,7 +4,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -17,9 +17,6 @@ from fsdptrain.distributed import one_line
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Images, Message, Metrics, Prompt
-
-if TYPE_CHECKING:
-    from fsdptrain.data.curriculum import PassRates
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -41,8 +38,7 @@ class PromptStream:
     Prompts stay pending until `record` is called for them. Pending prompts are part of the state and come first in a
     resumed stream, so prompts of unfinished rollouts are neither lost nor repeated.
 
-    With a `curriculum`, rows may be skipped for an epoch, depending on the recorded results. All ranks must request the
-    same prompts and record the same results; otherwise their streams diverge.
+    All ranks must request and record the same prompts; otherwise their streams diverge.
     """
 
     def __init__(
@@ -54,7 +50,6 @@ class PromptStream:
         rollout: RolloutConfig,
         exclude: Collection[str] = (),
         max_prompt_len: int | None = None,
-        curriculum: "PassRates | None" = None,
         processor: PromptProcessor | None = None,
         make: Callable[..., Prompt] | None = None,
     ) -> None:
@@ -69,7 +64,6 @@ class PromptStream:
         self.max_prompt_len = max_prompt_len or rollout.max_prompt_len
         self.shuffle = rollout.shuffle
         self.seed = rollout.seed
-        self.curriculum = curriculum
         self.processor = processor  # None: text-only prompts
         self._make_prompt = make
         self.epoch = 0  # completed epochs
@@ -80,7 +74,6 @@ class PromptStream:
         self._has_given = False
         self._pending: dict[str, tuple[int, int]] = {}  # pending prompts: id -> (epoch, row)
         self._resumed: deque[tuple[int, int]] = deque()  # prompts that were pending at the checkpoint; returned first
-        self._num_given, self._num_skipped = 0, 0  # since the last `metrics` call
 
     @property
     def name(self) -> str:
@@ -120,23 +113,12 @@ class PromptStream:
                 prompts.append(prompt)
         return prompts
 
-    def record(self, prompt: Prompt, *, passed: int = 0, tried: int = 0) -> None:
-        """Record the result of a returned prompt: `passed` of `tried` scored responses."""
-        _, row = self._pending.pop(prompt.id)
-        if self.curriculum is not None:
-            self.curriculum.record(row, passed=passed, tried=tried)
+    def record(self, prompt: Prompt) -> None:
+        """Record that a returned prompt is no longer pending."""
+        del self._pending[prompt.id]
 
     def metrics(self) -> Metrics:
-        """Return curriculum/* metrics since the last call. Empty without a curriculum."""
-        if self.curriculum is None:
-            return {}
-        skipped, looked_at = self._num_skipped, self._num_skipped + self._num_given
-        self._num_given, self._num_skipped = 0, 0
-        return {
-            "curriculum/skipped_fraction": skipped / max(1, looked_at),
-            "curriculum/mean_pass_rate": self.curriculum.mean_rate,
-            "curriculum/seen_fraction": self.curriculum.seen_fraction,
-        }
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         state = {
@@ -148,13 +130,10 @@ class PromptStream:
         }
         if pending := [*self._pending.values(), *self._resumed]:
             state["pending"] = pending
-        return state if self.curriculum is None else state | {"curriculum": self.curriculum.state_dict()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises DataError if the number of rows has changed.
-
-        If `state` has no curriculum because that run had none, the curriculum starts empty.
-        """
+        """Continue from `state`. Raises DataError if the number of rows has changed."""
         if state["num_rows"] != len(self.rows):
             raise DataError(
                 f"--prompt-data {self.data.data_name} has {len(self.rows)} training rows, {state['num_rows']} "
@@ -165,17 +144,11 @@ class PromptStream:
         self._order = self._make_order()
         self._num_unusable, self._has_given = [0, 0], True
         self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
-        if self.curriculum is not None and "curriculum" in state:
-            self.curriculum.load_state_dict(state["curriculum"])
 
     def _prompt_of_next_row(self) -> Prompt | None:
         if sum(self._num_unusable) >= self._most_unusable():
             self._raise_none_left()
         epoch, index = self._next_place()
-        if self.curriculum is not None and not self.curriculum.draws(index, epoch=epoch, seed=self.seed):
-            self._num_skipped += 1
-            self._num_unusable = [0, 0]  # it was usable before, so it is usable in a later epoch
-            return None
         row = self._row(epoch, index)
         if self.exclude and content_hash(row) in self.exclude:
             self._num_unusable[1] += 1
@@ -186,7 +159,6 @@ class PromptStream:
             self._num_unusable[0] += 1
             return None
         self._num_unusable, self._has_given = [0, 0], True
-        self._num_given += 1
         self._pending[prompt.id] = (epoch, index)
         return prompt
 

@@ -139,7 +139,7 @@ class FSDPBackend:
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for batch in batches:
             moved = batch.to(self.device)
-            logprobs = self._logprobs(moved, with_entropy=config.with_entropy)
+            logprobs = self._logprobs(moved, with_entropy=True)
             moved = self.features.before_loss(moved, logprobs)
             output = loss(moved, logprobs.for_loss(config), config)
             output = self.features.finish_loss(output, moved, logprobs)

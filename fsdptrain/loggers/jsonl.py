@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples.jsonl and timeline.jsonl: one JSON object per line, synced to disk when `log` returns."""
+"""metrics.jsonl and samples.jsonl: one JSON object per line, synced to disk when `log` returns."""
 
 import json
 import logging
@@ -32,7 +32,6 @@ class JsonlLogger:
             info.output_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = _open(info.output_dir / "metrics.jsonl")
             self._samples = _open(info.output_dir / "samples.jsonl")
-            self._timeline = _open(info.output_dir / "timeline.jsonl")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         with self._writing(_RERUN):
@@ -44,17 +43,10 @@ class JsonlLogger:
             self._begin()
             _write(self._samples, ({"step": step, **sample} for sample in samples))
 
-    def log_timeline(self, spans: Sequence[Mapping[str, object]], step: int) -> None:
-        """Write one line per stage: {"step", "stage", "rollout", "begin", "end"}. Times are in seconds since 1970."""
-        with self._writing(_RERUN):
-            self._begin()
-            _write(self._timeline, ({"step": step, **span} for span in spans))
-
     def close(self) -> None:
         with self._writing(_RERUN):  # closing flushes buffered data again
             self._metrics.close()
             self._samples.close()
-            self._timeline.close()
 
     @contextmanager
     def _writing(self, remedy: str) -> Iterator[None]:
@@ -67,7 +59,6 @@ class JsonlLogger:
         if not self._has_begun:
             self._metrics = _reopen(self._metrics, self._resumed_step)
             self._samples = _reopen(self._samples, self._resumed_step)
-            self._timeline = _reopen(self._timeline, self._resumed_step)
             self._has_begun = True
 
 

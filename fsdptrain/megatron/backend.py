@@ -134,7 +134,7 @@ class MegatronBackend:
         self._wrapped.zero_grad_buffer()
 
         def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
-            logprobs = self._logprobs_head(self._model, hidden, batch, with_entropy=config.with_entropy)
+            logprobs = self._logprobs_head(self._model, hidden, batch, with_entropy=True)
             output = loss(batch, logprobs.for_loss(config), config)
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 

@@ -38,6 +38,7 @@ from fsdptrain.protocols import (
 from fsdptrain.rewards.build import WeightedSum, build_reward
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout import choose_engine, engine_factory
+from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
@@ -54,9 +55,7 @@ from fsdptrain.trainer.samples.build import (
 )
 from fsdptrain.trainer.samples.source import SampleSource
 from fsdptrain.trainer.speed import Speed
-from fsdptrain.trainer.timeline import Timeline
 from fsdptrain.trainer.tokenizer import load_tokenizer
-from fsdptrain.trainer.waits import Waits, watched_waits
 from fsdptrain.types import Episode
 
 if TYPE_CHECKING:
@@ -85,10 +84,9 @@ class Components:
     advantages: AdvantageRule
     engine: RolloutEngine | None  # None: the run never generates
     weight_sync: WeightSync | None  # None: the run has no engine
-    waits: Waits
+    stacks: StackDump | None  # None: the engine has deadlines of its own
     stream: PromptSource
     source: SampleSource
-    timeline: Timeline
     evaluation: "Evaluation | LossEvaluation | None"
     speed: Speed
     planned_memory: int | None  # bytes per rank on the device; None: no device
@@ -138,7 +136,7 @@ def build_components(
         stack.enter_context(memory.naming_flags())
         backend = open_backend(config, features, memory)
         engine = open_engine(config, backend, inputs.make_engine, checkpoint) if generates else None
-        timeline, waits = Timeline(), watched_waits(config, folder, stack)
+        stacks = open_stacks(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
         if engine is not None and rewards is not None:
             is_agent = environment is not None and environment.is_agent
@@ -151,7 +149,7 @@ def build_components(
             evaluation = build_evaluation(config, sampler, data.prompts)
         if of_losses is not None:
             evaluation = of_losses(config, backend, generation=evaluation)
-        made_by = sampler, inputs.advantages, timeline, background, features
+        made_by = sampler, inputs.advantages, background, features
         yield Components(
             config=config,
             tokenizer=tokenizer,
@@ -161,15 +159,24 @@ def build_components(
             advantages=inputs.advantages,
             engine=engine,
             weight_sync=weight_sync,
-            waits=waits,
+            stacks=stacks,
             stream=data.stream,
             source=build_source(inputs.config, data.stream, inputs.builders, *made_by),
-            timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, platform.local_device(), backend.compute_dtype, copies=config.pack_copies),
             planned_memory=memory.planned,
             loggers=loggers,
         )
+
+
+def open_stacks(config: Config, folder: RunFolder, stack: ExitStack) -> StackDump | None:
+    """Open the file for the stacks of this rank while an engine in this process takes too long. Collective."""
+    if config.engine_has_own_devices:
+        return None
+    with raise_on_all_ranks(ConfigError, f"--output-dir {folder.path} cannot be written: choose another"):
+        stacks = StackDump(folder.path / "stacks", dist.get_rank())
+    stack.callback(stacks.close)
+    return stacks
 
 
 def read_inputs(
@@ -195,7 +202,7 @@ def read_inputs(
         reward_function = reward or build_reward(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
-        advantages = advantage_rule(config, reward_function)
+        advantages = advantage_rule(config)
         data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
         return Inputs(
             config=config,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.algorithm import SelectionConfig
 from fsdptrain.config.sft import sft_options
 from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts, system_prompt_of
 from fsdptrain.data.rows import Row, Rows, content_hash, split_rows
@@ -23,7 +22,6 @@ from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
-    from fsdptrain.data.curriculum import PassRates
     from fsdptrain.data.streaming import RowStream
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
@@ -155,8 +153,7 @@ def _stream(
         from fsdptrain.data.streaming import StreamedPrompts
 
         return StreamedPrompts(source.rows, tokenizer, **options)
-    curriculum = build_curriculum(config.selection, num_rows=len(source.rows))
-    return PromptStream(source.rows, tokenizer, curriculum=curriculum, **options)
+    return PromptStream(source.rows, tokenizer, **options)
 
 
 def _joined(config: Config, streams: Mapping[str, PromptStream]) -> PromptSource:
@@ -205,14 +202,6 @@ def held_out_prompts(
         line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
         log.warning(line, len(rows) - len(prompts), len(rows), budget)
     return prompts
-
-
-def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> "PassRates | None":
-    if selection.curriculum == "none":
-        return None
-    from fsdptrain.data.curriculum import PassRates
-
-    return PassRates(num_rows)
 
 
 def _rows(

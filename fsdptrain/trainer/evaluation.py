@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from fsdptrain.config import Config
 from fsdptrain.distributed import gather
 from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.single_turn import Sampler
 from fsdptrain.trainer.shown import Shown, show
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Metrics, Prompt, Sample, SamplingParams
 
 

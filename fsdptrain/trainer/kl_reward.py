@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.trainer.batches import StepBatches
-from fsdptrain.trainer.kl import REF_KL
 from fsdptrain.trainer.logprobs import regrouped
 from fsdptrain.types import Metrics, PackedBatch, Sample
 
@@ -49,7 +48,7 @@ def kl_in_reward(
     packs = [_with_advantages(pack, values[list(members)]) for pack, members in _packs(steps)]
     mean = sums.mean().item()
     per_token = sums.sum().item() / max(1, sum(index.loss_tokens))
-    return regrouped(steps, packs), {"reward/kl": -coef * mean, "kl/reward_mean": mean, REF_KL: per_token}
+    return regrouped(steps, packs), {"reward/kl": -coef * mean, "kl/reward_mean": mean, "policy/ref_kl": per_token}
 
 
 def _of_each_sample(steps: Sequence[StepBatches], estimator: str, count: int) -> Tensor:

@@ -36,7 +36,7 @@ class LogprobPasses:
             packs = [*packs[:start], *scored]
         if self.config.needs_reference:
             packs = _with(packs, "ref_logprobs", self.backend.compute_logprobs(packs, "reference"))
-        return regrouped(steps, self.features.score_packs(packs, self.backend.compute_logprobs))
+        return regrouped(steps, self.features.score_packs(packs))
 
     @property
     def _first_step_is_on_policy(self) -> bool:

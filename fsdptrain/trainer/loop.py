@@ -23,12 +23,10 @@ from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
 from fsdptrain.trainer.components import Components, log
-from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.profiling import StepProfiler
 from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.rules import loss_config
 from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.trainer.shown import TrainedTokens, rows_without_training
@@ -62,7 +60,7 @@ class TrainingLoop:
         self._weight_sync = components.weight_sync
         self._evaluation = components.evaluation
         self._advantages = components.advantages
-        self._loss, self._loss_config = components.loss, loss_config(config.algorithm)
+        self._loss = components.loss
         self._stream = components.stream
         self._tokenizer = components.tokenizer
         self._checkpoints = CheckpointFolder(
@@ -71,22 +69,19 @@ class TrainingLoop:
         features = components.backend.features
         self._rules = PackingRules.of(config, layout=components.backend.layout_probe.layout, features=features)
         self._logprob_passes = LogprobPasses(config, components.backend, features)
-        self._kl = KlControl(config)
         self._profiler = StepProfiler(profiled(config.run.profile_steps), folder.path)
         self._phases = Phases(
-            components.timeline,
-            components.waits,
             components.backend,
             components.engine,
             offload=config.sync.offload_train,
+            stacks=components.stacks,
+            patience=0.9 * config.launch.dist_timeout,  # before a collective times out
         )
         self._report = Reporter(
             config,
             components.loggers,
-            advantages=components.advantages,
             stream=components.stream,
             speed=components.speed,
-            timeline=components.timeline,
             planned_memory=components.planned_memory,
         )
 
@@ -130,14 +125,12 @@ class TrainingLoop:
                     self._evaluate()
                 if self._checkpoint_is_due:
                     self._save()
-                self._report.log_timeline(self.step)
             if self.stopped:
                 self._save_early()
             elif self._config.run.export:
                 with self._phases("save"):
                     self._backend.export(self._folder.path / EXPORT)
                 self.exported = self._folder.path / EXPORT
-        self._report.log_timeline(self.step)
 
     def evaluate(self) -> Metrics:
         """Evaluate the current weights. Returns the metrics. Raises ConfigError if there are no held-out rows."""
@@ -182,8 +175,7 @@ class TrainingLoop:
 
     def _train_on_rollout(self) -> None:
         """One rollout and its optimizer steps."""
-        begin = self._phases.timeline.now()
-        with self._phases.rollout(self.step + 1):
+        with self._phases.rollout():
             rollout = self._collect()  # generate, compute rewards and advantages
             self._call("on_rollout", rollout.samples)
             steps = self._pack(rollout)  # the packs of each optimizer step, equally many on every rank
@@ -196,12 +188,12 @@ class TrainingLoop:
                 self._weight_sync.observe(trained)
             self._push_weights()  # to the engine, then verify
             self._start_rollouts()
-        self._finish_step(rollout, steps, kl_metrics | trained, begin)
+        self._finish_step(rollout, steps, kl_metrics | trained)
         self._report.log_samples(tokens.rows(rollout.samples, self._tokenizer), "train", self.step)
 
     def _collect(self) -> RolloutBatch:
         """The samples of this rank, with advantages, none longer than a pack."""
-        batch, timeline, begin = self._config.batch, self._phases.timeline, self._phases.timeline.now()
+        batch = self._config.batch
         with self._phases("collect"):
             rollout = self._source.collect(self.step)
             with raise_on_all_ranks(RolloutError, "rollout"):
@@ -212,9 +204,7 @@ class TrainingLoop:
                     self._engine.sleep()
                     self._asleep = True
         self._phases.seconds.update(rollout.seconds)
-        made_here = () if self._source.in_flight else ("generate", "reward")
-        busy = timeline.busy(made_here, begin, timeline.now())
-        self._phases.seconds["idle"] = max(0.0, self._phases.seconds["collect"] - busy)
+        self._phases.seconds["idle"] = self._phases.seconds["collect"] if self._source.in_flight else 0.0
         if rollout.results is not None:  # after `raise_on_all_ranks`: it is collective
             kept = scale_over_batch(kept, self._advantages, metrics.reduce_sums)
         return replace(rollout, samples=kept, num_dropped=rollout.num_dropped + dropped)
@@ -245,7 +235,7 @@ class TrainingLoop:
                 first, kl_metrics = kl_in_reward(
                     rollout.samples,
                     first,
-                    coef=self._kl.reward_coef,
+                    coef=self._config.algorithm.kl_reward_coef,
                     estimator=self._config.algorithm.kl_reward_type,
                     advantages=self._new_advantages,
                 )
@@ -258,9 +248,9 @@ class TrainingLoop:
 
     def _optimize(self, steps: Sequence[StepBatches], tokens: TrainedTokens) -> Metrics:
         with self._phases("train"):
-            config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
+            options = self._config.algorithm
             found = [
-                self._backend.train_step(step.packs, tokens.recorded_by(self._loss, step.packs), config)
+                self._backend.train_step(step.packs, tokens.recorded_by(self._loss, step.packs), options)
                 for step in steps
             ]
             self._num_updates += sum("optim/grad_norm" in values for values in found)
@@ -283,12 +273,10 @@ class TrainingLoop:
         if self.step < self._config.run.num_rollout:
             self._source.run_ahead(self.step)
 
-    def _finish_step(self, rollout: RolloutBatch, steps: Sequence[StepBatches], trained: Metrics, begin: float) -> None:
+    def _finish_step(self, rollout: RolloutBatch, steps: Sequence[StepBatches], trained: Metrics) -> None:
         """Report the rollout that the last step was trained on."""
         values = self._report.sample_metrics(rollout, self.step - 1) | trained
-        values |= self._kl.adapt(values)
         values |= self._report.speed_metrics(steps, self._phases, num_tokens=values["progress/tokens"])
-        values |= self._report.idle_metrics(begin, self._phases.seconds["step"])
         synced = self._weight_sync.metrics(self.step) if self._weight_sync else {}
         values |= metrics.reduce_max(synced) if synced else {}
         values |= self._report.progress_metrics(values)
@@ -366,7 +354,7 @@ class TrainingLoop:
         shards = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
-            state |= {"kl_scale": self._kl.scale, "num_updates": self._num_updates}
+            state["num_updates"] = self._num_updates
             if RUN_ID in os.environ:
                 state[RUN_ID] = os.environ[RUN_ID]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
@@ -381,5 +369,4 @@ class TrainingLoop:
                 self._stream.load_state_dict(progress["stream"])
             self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
         self.step = self._saved = self._backend.load(checkpoint)
-        self._kl.scale = progress.get("kl_scale", 1.0)  # older checkpoints have none
         self._num_updates = progress.get("num_updates", 1)

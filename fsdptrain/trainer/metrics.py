@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.advantages import AdvantageRule, zero_spread_groups
+from fsdptrain.algo.advantages import zero_spread_groups
 from fsdptrain.distributed import gather, sum_over_ranks
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.samples.source import RolloutBatch
@@ -31,7 +31,7 @@ class RewardNames:
         return self._known
 
 
-def sample_metrics(rollout_batch: RolloutBatch, reward_names: RewardNames, advantages: AdvantageRule) -> Metrics:
+def sample_metrics(rollout_batch: RolloutBatch, reward_names: RewardNames) -> Metrics:
     """Compute reward/*, group/*, completion/*, progress/* over all ranks.
 
     Unscored samples count only in lengths. Rewards are those that advantages use, after shaping; reward parts are
@@ -43,7 +43,7 @@ def sample_metrics(rollout_batch: RolloutBatch, reward_names: RewardNames, advan
     scored = [sample for sample in samples if sample.reward is not None]
     rewards = [sample.reward for sample in scored if sample.reward is not None]
     lengths = [sum(sample.loss_mask) for sample in samples]
-    equal, groups = zero_spread_groups(samples, advantages.weights or ())
+    equal, groups = zero_spread_groups(samples)
     total = reduce_sums(
         {
             "rewards": math.fsum(rewards),

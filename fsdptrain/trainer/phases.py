@@ -1,55 +1,78 @@
-"""The phases of a rollout: each is timed, is on the timeline, and finds the trainer's tensors where it needs them."""
+"""The phases of a rollout: each is timed, and finds the trainer's tensors where it needs them."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from torch.profiler import record_function
 
 from fsdptrain.protocols import OffloadingBackend, RolloutEngine, TrainBackend
+from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.trainer.profiling import RANGE
-from fsdptrain.trainer.timeline import Stopwatch, Timeline
-from fsdptrain.trainer.waits import Waits
 
 _GENERATING = ("collect", "eval")  # phases in which the engine may need the whole device
 _WAITING = (*_GENERATING, "sync", "check")  # phases in which a rank waits for the engine
 _TRAINING = ("logprobs", "train", "save")
 
 
+class Stopwatch:
+    """Measure the seconds per stage of one rollout: `with watch("train"): ...`, then `watch.seconds["train"]`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Time one stage. Repeated stages add up."""
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
 class Phases:
     """`with phases("train"): ...`; the seconds of the rollout so far are in `seconds`.
 
-    With --offload-train the trainer's tensors are in host memory while the engine generates. `waits` bounds phases in
-    which a rank waits for an engine.
+    With --offload-train the trainer's tensors are in host memory while the engine generates. `stacks` are written
+    when a phase in which a rank waits for its engine takes longer than `patience` seconds.
     """
 
     def __init__(
-        self, timeline: Timeline, waits: Waits, backend: TrainBackend, engine: RolloutEngine | None, *, offload: bool
+        self,
+        backend: TrainBackend,
+        engine: RolloutEngine | None,
+        *,
+        offload: bool,
+        stacks: StackDump | None,
+        patience: float,
     ) -> None:
-        self.timeline = timeline
-        self._waits = waits
+        self._stacks, self._patience = stacks, patience
         self._engine = engine
         self._offloading: OffloadingBackend | None = None
         if offload:
             assert isinstance(backend, OffloadingBackend), "the configuration refuses other backends"
             self._offloading = backend
-        self._watch = Stopwatch(timeline)
+        self._watch = Stopwatch()
 
     @property
     def seconds(self) -> dict[str, float]:
         return self._watch.seconds
 
     @contextmanager
-    def rollout(self, number: int) -> Iterator[None]:
-        """Time everything inside as `step` of rollout `number`, counted from 1."""
-        self._watch = Stopwatch(self.timeline, number)
+    def rollout(self) -> Iterator[None]:
+        """Time everything inside as `step` of a new rollout."""
+        self._watch = Stopwatch()
         with self._watch("step"):
             yield
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._place_tensors(name)
-        waits = self._waits() if name in _WAITING else nullcontext()
-        with self._watch(name), waits, record_function(f"{RANGE}{name}"):
+        stacks = self._stacks if name in _WAITING else None
+        with (
+            self._watch(name),
+            stacks.around(self._patience) if stacks else nullcontext(),
+            record_function(f"{RANGE}{name}"),
+        ):
             yield
 
     def _place_tensors(self, name: str) -> None:

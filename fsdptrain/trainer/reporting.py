@@ -7,16 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.config import Config
 from fsdptrain.data.stream import PromptSource
-from fsdptrain.protocols import Logger, TimelineLogger
+from fsdptrain.protocols import Logger
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.trainer.speed import Speed
-from fsdptrain.trainer.timeline import WORKERS, Timeline
 from fsdptrain.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -33,27 +31,23 @@ class Reporter:
         config: Config,
         loggers: Sequence[Logger],
         *,
-        advantages: AdvantageRule,
         stream: PromptSource,
         speed: Speed,
-        timeline: Timeline,
         planned_memory: int | None,
     ) -> None:
         self.last: Metrics = {}  # the last value of every metric
         self.totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
         self._config = config
         self._loggers = loggers
-        self._advantages = advantages
         self._stream = stream
         self._speed = speed
-        self._timeline = timeline
         self._planned_memory = planned_memory
         self._reward_names = metrics.RewardNames()
         self._num_alike = 0  # rollouts in a row
 
     def sample_metrics(self, rollout: RolloutBatch, step: int) -> Metrics:
         """Of the samples to train on, when the policy has version `step`."""
-        found = metrics.sample_metrics(rollout, self._reward_names, self._advantages) | rollout.metrics
+        found = metrics.sample_metrics(rollout, self._reward_names) | rollout.metrics
         if self._config.sync.max_staleness:
             from fsdptrain.trainer.token_metrics import staleness_metrics
 
@@ -84,15 +78,6 @@ class Reporter:
             **metrics.memory_metrics(planned=self._planned_memory),
         }
 
-    def idle_metrics(self, begin: float, seconds: float) -> Metrics:
-        """Of `seconds` since `begin`, the time in which nothing was generated, rewarded, trained, or synced. [s]"""
-        return metrics.reduce_max(
-            {
-                f"perf/{name}_idle_s": max(0.0, seconds - self._timeline.busy(stages, begin, begin + seconds))
-                for name, stages in WORKERS.items()
-            }
-        )
-
     def progress_metrics(self, of_rollout: Metrics) -> Metrics:
         """Totals of the run so far."""
         self.totals = {name: total + of_rollout[name] for name, total in self.totals.items()}
@@ -108,12 +93,6 @@ class Reporter:
         rows = [{"set": name, **row} for row in rows]
         for logger in self._loggers:
             logger.log_samples(rows, step)
-
-    def log_timeline(self, step: int) -> None:
-        rows = [span.as_row() for span in self._timeline.take()]
-        for logger in self._loggers:
-            if isinstance(logger, TimelineLogger):
-                logger.log_timeline(rows, step)
 
     def warn_without_signal(self, values: Metrics, folder: Path) -> None:
         """Warn once when all rewards were equal for several rollouts."""

@@ -21,7 +21,7 @@ from fsdptrain.trainer.callbacks import Callback
 from fsdptrain.trainer.components import build_components
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.result import RunResult
-from fsdptrain.trainer.run_dir import open_folder
+from fsdptrain.trainer.run_dir import EXPORT, open_folder
 from fsdptrain.trainer.run_lock import lock_folder
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics
@@ -118,7 +118,7 @@ class Trainer:
             if self.config.run.push_to_hub is not None and not loop.stopped and dist.get_rank() == 0:
                 from fsdptrain.trainer.hub import push
 
-                push(self.config, loop.folder)
+                push(self.config.run.push_to_hub, loop.folder / EXPORT)
             return RunResult.of(loop)
 
     @property

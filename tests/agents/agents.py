@@ -8,6 +8,10 @@ from openai import BadRequestError
 from fsdptrain.types import Prompt
 
 
+def says(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
 async def two_turns(client, prompt: Prompt) -> dict[str, float]:
     """Two turns, then a summary of them in a new conversation. The reward counts the letters `a`."""
     messages = [{"role": "user", "content": str(prompt.source)}]
@@ -41,7 +45,7 @@ async def unreliable(client, prompt: Prompt) -> float:
         time.sleep(600)
     if case == 2:
         return 1.0
-    await client.completions.create(model="any", prompt=str(prompt.source), max_tokens=8)
+    await client.chat.completions.create(model="any", messages=says(str(prompt.source)), max_tokens=8)
     if case == 3:
         raise SystemExit("enough")
     if case == 4:
@@ -51,11 +55,11 @@ async def unreliable(client, prompt: Prompt) -> float:
 
 async def rude(client, prompt: Prompt) -> float:
     """Calls that the engine cannot take are refused, each alone."""
-    for text in ([10**6], "", "a" * 100, [-1]):
+    for messages in ([], says("a" * 100), [{"role": "robot", "content": "a"}]):
         try:
-            await client.completions.create(model="any", prompt=text, max_tokens=4)
+            await client.chat.completions.create(model="any", messages=messages, max_tokens=4)
         except BadRequestError:
             continue
-        raise AssertionError(text)
-    reply = await client.completions.create(model="any", prompt="a", max_tokens=4, temperature=0.3)
-    return float(len(reply.choices[0].text))
+        raise AssertionError(messages)
+    reply = await client.chat.completions.create(model="any", messages=says("a"), max_tokens=4, temperature=0.3)
+    return float(len(reply.choices[0].message.content))

@@ -54,14 +54,10 @@ class ScriptedEpisodes:
         self.rewards.append((key, reward))
 
     def _prompt(self, call: ModelCall) -> str:
-        if call.messages is None:
-            return call.text if call.text is not None else "".join(map(chr, call.token_ids or ()))
         return "\n".join(f"{message['role']}: {message['content']}" for message in call.messages)
 
     def _choice(self, call: ModelCall) -> Choice:
-        last: Mapping[str, Any] = (
-            call.messages[-1] if call.messages else {"content": self._prompt(call), "role": "user"}
-        )
+        last: Mapping[str, Any] = call.messages[-1]
         text, calls, reason = last["content"], [], "stop"
         if call.tools and last["role"] == "user":
             name = call.tools[0]["function"]["name"]

@@ -12,12 +12,16 @@ from fsdptrain.agents import endpoint as endpoint_module
 from fsdptrain.agents.endpoint import Endpoint
 from tests.agents.scripted import KEY, ScriptedEpisodes
 
-HELLO: Any = [{"role": "user", "content": "hello"}]
+
+def says(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+HELLO = says("hello")
 TOOL: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True},
 }
-FLAT_TOOL: Any = {"type": "function", **TOOL["function"]}
 
 
 def test_a_chat_completion_is_the_answer_with_usage_choices_and_logprobs(
@@ -47,9 +51,6 @@ def test_token_ids_are_those_of_the_answer(client: OpenAI) -> None:
     chat = client.chat.completions.create(model="", messages=HELLO, extra_body={"return_token_ids": True}).to_dict()
     assert chat["prompt_token_ids"] == [ord(letter) for letter in "user: hello"]
     assert chat["choices"][0]["token_ids"] == [ord(letter) for letter in "hello"]  # type: ignore[index]
-    text = client.completions.create(model="", prompt="hello", extra_body={"return_token_ids": True}).to_dict()
-    choice = text["choices"][0]  # type: ignore[index]
-    assert choice["token_ids"] == choice["prompt_token_ids"] == text["prompt_token_ids"] == list(b"hello")
     assert "prompt_token_ids" not in client.chat.completions.create(model="", messages=HELLO).to_dict()
 
 
@@ -110,85 +111,6 @@ def test_the_async_client_streams_chunks_that_start_with_the_role(endpoint: Endp
     assert end["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop"}]
 
 
-def test_completions_continue_a_text_or_token_ids(client: OpenAI, episodes: ScriptedEpisodes) -> None:
-    for prompt in ("hello", ["hello"], list(b"hello"), [list(b"hello")]):
-        completion = client.completions.create(model="", prompt=prompt, logprobs=1, max_tokens=2)
-        choice = completion.choices[0]
-        assert (choice.text, choice.finish_reason) == ("he", "length")
-        assert choice.logprobs is not None
-        assert choice.logprobs.to_dict() == {
-            "tokens": ["h", "e"],
-            "token_logprobs": [0.0, -0.5],
-            "top_logprobs": None,
-            "text_offset": [0, 1],
-        }
-        usage: Any = {"include_usage": True}
-        chunks = list(client.completions.create(model="", prompt=prompt, n=2, stream=True, stream_options=usage))
-        assert [[choice.text for choice in chunk.choices] for chunk in chunks] == [["hello"], ["hello"], []]
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == 10
-    assert [call.text for call in episodes.calls[::2]] == ["hello", "hello", None, None]
-    assert [call.token_ids for call in episodes.calls[::2]] == [None, None, list(b"hello"), list(b"hello")]
-
-
-def test_a_response_goes_on_from_the_previous_one(client: OpenAI, episodes: ScriptedEpisodes) -> None:
-    first = client.responses.create(model="", input="Rome Oslo", instructions="be brief", tools=[FLAT_TOOL])
-    assert [(item.type, item.arguments) for item in first.output] == [  # type: ignore[union-attr]
-        ("function_call", '{"city": "Rome"}'),
-        ("function_call", '{"city": "Oslo"}'),
-    ]
-    results: Any = [
-        {"type": "function_call_output", "call_id": item.call_id, "output": f"sunny in {index}"}  # type: ignore[union-attr]
-        for index, item in enumerate(first.output)
-    ]
-    second = client.responses.create(model="", input=results, previous_response_id=first.id)
-    assert second.output_text == "sunny in 1"
-    assert second.usage is not None
-    assert second.usage.output_tokens == 10
-    replayed = [{"role": "user", "content": "Rome Oslo"}, *(item.to_dict() for item in first.output), *results]
-    assert client.responses.create(model="", input=replayed).output_text == second.output_text
-    assert episodes.calls[1].messages == episodes.calls[2].messages
-    assert [message["role"] for message in episodes.calls[2].messages or ()] == ["user", "assistant", "tool", "tool"]
-    with pytest.raises(BadRequestError, match="no such response"):
-        client.responses.create(model="", input="hello", previous_response_id="resp_other")
-
-
-def test_responses_of_an_episode_are_unknown_to_others_and_freed_with_it(
-    endpoint: Endpoint, client: OpenAI, episodes: ScriptedEpisodes
-) -> None:
-    first = client.responses.create(model="", input="hello")
-    episodes.keys = {KEY, "other"}
-    with pytest.raises(BadRequestError, match="no such response"):
-        client.with_options(api_key="other").responses.create(model="", input="hello", previous_response_id=first.id)
-    episodes.keys = {"third"}
-    client.with_options(api_key="third").responses.create(model="", input="hello")
-    assert list(endpoint._conversations) == ["third"]
-
-
-def test_a_streamed_response_is_the_one_that_is_not_streamed(client: OpenAI) -> None:
-    for tools in ([], [FLAT_TOOL]):
-        whole = client.responses.create(model="", input="Rome Oslo", tools=tools)
-        with client.responses.stream(model="", input="Rome Oslo", tools=tools) as stream:
-            events = list(stream)
-            final = stream.get_final_response()
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        assert final.output_text == whole.output_text
-        assert [item.type for item in final.output] == [item.type for item in whole.output]
-        assert final.usage == whole.usage
-    kinds = [event.type for event in client.responses.create(model="", input="hello", max_output_tokens=2, stream=True)]
-    assert kinds == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
-
-
 def test_a_stream_waits_with_comments_and_ends_with_an_error_event(
     client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,21 +119,19 @@ def test_a_stream_waits_with_comments_and_ends_with_an_error_event(
         messages: Any = [{"role": "user", "content": text}]
         with pytest.raises(APIError, match=message):
             list(client.chat.completions.create(model="", messages=messages, stream=True))
-        with pytest.raises(APIError, match=message):
-            list(client.completions.create(model="", prompt=text, stream=True))
-        with pytest.raises(APIError, match=message), client.responses.stream(model="", input=text) as stream:
-            stream.until_done()
-    with client.completions.with_streaming_response.create(model="", prompt="wait", stream=True) as response:
+    with client.chat.completions.with_streaming_response.create(
+        model="", messages=says("wait"), stream=True
+    ) as response:
         lines = response.iter_lines()
         assert [next(lines) for _ in range(3)] == [": waiting", "", ": waiting"]
 
 
 def test_errors_of_a_call_reach_the_client(client: OpenAI) -> None:
     with pytest.raises(BadRequestError, match="too long") as refused:
-        client.completions.create(model="", prompt="refuse")
+        client.chat.completions.create(model="", messages=says("refuse"))
     assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
     with pytest.raises(InternalServerError, match=r"ZeroDivisionError: the engine \(scripted.py:\d+\)"):
-        client.completions.create(model="", prompt="fail")
+        client.chat.completions.create(model="", messages=says("fail"))
 
 
 def test_models_are_listed_by_name(client: OpenAI) -> None:
@@ -229,7 +149,7 @@ def curl(endpoint: Endpoint, path: str, body: str, *options: str) -> str:
 def test_curl_gets_answers_streams_and_rewards(endpoint: Endpoint, episodes: ScriptedEpisodes) -> None:
     answer = json.loads(curl(endpoint, "/chat/completions", json.dumps({"messages": HELLO})))
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
-    stream = curl(endpoint, "/completions", json.dumps({"prompt": "hello", "stream": True}))
+    stream = curl(endpoint, "/chat/completions", json.dumps({"messages": HELLO, "stream": True}))
     assert stream.endswith("data: [DONE]\n\n")
     for reward in ("0.5", '{"reward": 1, "solved": true}'):
         assert json.loads(curl(endpoint, "/reward", reward)) == {"status": "ok"}

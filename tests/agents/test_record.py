@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.agents.calls import CallError, ModelCall
+from fsdptrain.agents.calls import ModelCall
 from fsdptrain.agents.prompts import CallRenderer, assistant_message
 from fsdptrain.agents.record import AnsweredCall, Record, conversation_of, samples_of
 from fsdptrain.config import DataConfig
@@ -28,7 +28,7 @@ class Agent:
         self.record = Record()
         self.num_sampled = 0
 
-    def call(self, messages=None, tokens=(65, END), **fields):
+    def call(self, messages, tokens=(65, END), **fields):
         call = ModelCall(messages=messages, **fields)
         ids, parent, conversation = self.renderer.prompt_of(call, self.record)
         text = self.renderer.text_of(tokens)
@@ -38,12 +38,11 @@ class Agent:
         logprobs = [-1.0 - self.num_sampled - i for i in range(len(tokens))]  # all different: they name the tokens
         self.num_sampled += len(tokens)
         completion = Completion("c", list(tokens), logprobs, "stop", 0)
-        path_text = "" if call.text is None else call.text + self.renderer.whole_text_of(tokens)
         start = parent.end if parent else 0
         assert parent is None or parent.token_ids == ids[:start]
         self.record.add(
-            AnsweredCall(parent, number, start, ids[start:], completion, truncated=False, text=path_text),
-            None if conversation is None else (*conversation, *conversation_of([message], ())[1:]),
+            AnsweredCall(parent, number, start, ids[start:], completion, truncated=False),
+            (*conversation, *conversation_of([message], ())[1:]),
         )
         return message, ids
 
@@ -120,20 +119,6 @@ def test_other_spellings_of_the_same_message_continue_it():
     assert len(agent.samples()) == 2
 
 
-def test_texts_and_tokens_are_continued_too():
-    agent = Agent(apply_chat_template=False)
-    agent.call(text="one ", tokens=[200, 201])
-    said = agent.renderer.text_of([200, 201])
-    agent.call(text=f"one {said} two", tokens=[65])
-    [sample] = agent.samples()
-    assert trained(sample) == [200, 201, 65]
-    agent.call(token_ids=[*sample.token_ids, 66], tokens=[67])
-    [sample] = agent.samples()
-    assert trained(sample) == [200, 201, 65, 67]
-    with pytest.raises(CallError, match="chat needs a chat template"):
-        agent.call([user("a")])
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.binary(min_size=1, max_size=3)), max_size=12))
 def test_every_sampled_token_is_trained_once_with_its_logprob_whatever_the_calls_continue(calls):
     agent, known = Agent(), [[]]
@@ -166,16 +151,6 @@ def test_an_episode_without_calls_has_nothing_to_train():
     assert (sample.token_ids, sample.loss_mask) == ([7, 8], [False, False])
 
 
-def test_a_text_after_an_end_or_a_stop_text_is_continued_only_if_it_has_them():
-    agent = Agent(apply_chat_template=False)
-    agent.call(text="Q ", tokens=[*TOKENIZER("think\nObservation:")["input_ids"]])  # cut after its stop text
-    agent.call(text="Q think\nObservation: 42", tokens=[65, END])
-    assert len(agent.samples()) == 1
-    said = agent.renderer.text_of([65])
-    agent.call(text=f"Q think\nObservation: 42{said} more", tokens=[66])  # without the sampled end
-    assert len(agent.samples()) == 2
-
-
 def test_a_long_episode_is_one_sequence_and_keeps_each_token_once():
     agent, messages = Agent(), []
     for index in range(1200):
@@ -193,5 +168,5 @@ def test_the_order_of_sequences_is_that_of_the_calls_not_of_their_answers():
 
     record = Record()
     for number, token in ((1, 66), (0, 65)):
-        record.add(call(number, token), None)
+        record.add(call(number, token), (number,))
     assert [sample.token_ids for sample in samples_of(PROMPT, record)] == [[1, 65], [1, 66]]

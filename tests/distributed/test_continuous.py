@@ -18,7 +18,7 @@ from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.trainer.samples.background import open_background
-from fsdptrain.trainer.samples.continuous import ContinuousSource, SlotMeter, assign
+from fsdptrain.trainer.samples.continuous import ContinuousSource, assign
 from fsdptrain.trainer.samples.selection import SelectionRules
 from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
 from fsdptrain.trainer.token_metrics import without_stale_tokens
@@ -80,7 +80,6 @@ def source(
             advantages=AdvantageRule(ADVANTAGES["grpo"], "group"),
             max_unscored_fraction=0.1,
             threads=threads,
-            num_slots=slots,
             **values,
         )
     finally:
@@ -262,19 +261,18 @@ def test_an_error_of_one_group_ends_all_ranks() -> None:
         assert message.startswith("a server is gone")
 
 
-def few_slots() -> tuple[int, float, list[list[int]]]:
+def few_slots() -> tuple[int, list[list[int]]]:
     engine = Gated([0])
     with source(engine, slots=2) as made:
         threading.Timer(0.5, engine.open, [0]).start()
         made.run_ahead(0)
-        occupancy = made.collect(0).metrics["rollout/slot_occupancy"]
-        return engine.most_running, occupancy, run(made, engine, range(1, STEPS))
+        made.collect(0)
+        return engine.most_running, run(made, engine, range(1, STEPS))
 
 
 def test_no_more_groups_run_than_there_are_slots() -> None:
-    [(most, occupancy, groups)] = spawn(1, few_slots)
+    [(most, groups)] = spawn(1, few_slots)
     assert most == 2
-    assert 0.0 < occupancy <= 1.0
     assert [len(step) for step in groups] == [WANTED] * (STEPS - 1)
 
 
@@ -282,18 +280,6 @@ def test_new_groups_go_to_the_ranks_with_the_fewest() -> None:
     assert assign(4, [0, 0]) == [0, 0, 1, 1]
     assert assign(4, [5, 2, 2]) == [1, 1, 2, 2]
     assert assign(0, [1]) == []
-
-
-def test_the_meter_averages_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    meter = SlotMeter()
-    for change, seconds in ((2, 3.0), (-1, 1.0)):
-        meter.add(change)
-        now[0] += seconds
-    assert meter.take() == (2 * 3 + 1) / 4
-    now[0] += 5.0
-    assert meter.take() == 1.0
 
 
 def test_only_tokens_within_the_staleness_are_trained() -> None:

@@ -10,11 +10,11 @@ from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.rewards.functions import environment as environment_reward
 from fsdptrain.threads import StepThreads
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn
 from fsdptrain.trainer.samples.single_turn import GenerationRound
 from fsdptrain.trainer.samples.source import own_share
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, SamplingParams, Turn
 from tests import agreement
 from tests.exact import Exact, backends_in_float64

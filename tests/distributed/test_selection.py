@@ -8,17 +8,15 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
-from fsdptrain.algo.shaping import ShapingRule
 from fsdptrain.config import DataConfig, RolloutConfig
-from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.trainer.batches import PackingRules, make_batches
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import SelectionRules
 from fsdptrain.trainer.samples.single_turn import GenerationRound, Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams
 from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, spawn, tiny_tokenizer
@@ -62,14 +60,13 @@ class Recording:
         return self.sampler.sample(prompts, sampling, watch)
 
 
-def source(rules: SelectionRules, score=reward, num_rows: int = 24, curriculum: bool = False) -> RolloutSource:
+def source(rules: SelectionRules, score=reward, num_rows: int = 24) -> RolloutSource:
     tokenizer = tiny_tokenizer()
     stream = PromptStream(
         [Row(f"r:{i}", f"question {i}", label=i) for i in range(num_rows)],
         tokenizer,
         data=DataConfig(prompt_data="x"),
         rollout=RolloutConfig(seed=1),
-        curriculum=PassRates(num_rows, floor=0.1, decay=0.5) if curriculum else None,
     )
     return RolloutSource(
         stream=stream,
@@ -77,15 +74,15 @@ def source(rules: SelectionRules, score=reward, num_rows: int = 24, curriculum: 
         sampling=SamplingParams(num_samples=4, max_tokens=8, seed=9),
         num_prompts=WANTED,
         num_shown=3,
-        shaping=ShapingRule(max_response_len=8, overlong_buffer=1, coefficients={}),
+        shaping=None,
         advantages=AdvantageRule(ADVANTAGES["grpo"], "group"),
         max_unscored_fraction=0.1,
         rules=rules,
     )
 
 
-def rollouts(rules: SelectionRules, curriculum: bool) -> list[dict]:
-    ours = source(rules, curriculum=curriculum)
+def rollouts(rules: SelectionRules) -> list[dict]:
+    ours = source(rules)
     found = []
     for step in range(5):
         rollout_batch = ours.collect(step)
@@ -131,8 +128,7 @@ def packed_lengths(num_rows: int, num_steps: int) -> list[tuple[list[int], int]]
 
 def everything() -> dict:
     """Of one rank; processes are started once for all tests."""
-    made = {curriculum: rollouts(DYNAMIC, curriculum) for curriculum in (False, True)}
-    return {"rollouts": made, "few": {num_steps: packed_lengths(3, num_steps) for num_steps in (1, 2)}}
+    return {"rollouts": rollouts(DYNAMIC), "few": {num_steps: packed_lengths(3, num_steps) for num_steps in (1, 2)}}
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +137,9 @@ def ranks() -> dict[int, list[dict]]:
     return {num_ranks: spawn(num_ranks, everything) for num_ranks in (1, 4)}
 
 
-@pytest.mark.parametrize("curriculum", [False, True])
-def test_kept_groups_differ_in_reward_and_nothing_is_asked_twice_or_lost(ranks, curriculum: bool) -> None:
+def test_kept_groups_differ_in_reward_and_nothing_is_asked_twice_or_lost(ranks) -> None:
     asked_in_all: list[str] = []
-    for rollout in ranks[1][0]["rollouts"][curriculum]:
+    for rollout in ranks[1][0]["rollouts"]:
         groups: dict[str, list[Sample]] = {}
         for sample in rollout["samples"]:
             groups.setdefault(sample.group_id, []).append(sample)
@@ -158,26 +153,14 @@ def test_kept_groups_differ_in_reward_and_nothing_is_asked_twice_or_lost(ranks, 
         assert len({seed for _, seed in rollout["rounds"]}) == len(rollout["rounds"])
         asked_in_all += asked
     assert len(set(asked_in_all)) == len(asked_in_all)
-    if not curriculum:  # every row of an epoch came up
-        assert {prompt for prompt in asked_in_all if "@" not in prompt} == {f"r:{i}" for i in range(24)}
-
-
-def test_a_curriculum_finds_the_rows_that_teach(ranks) -> None:
-    """Rows that are always or never solved are asked less often, so fewer groups are generated for as many kept."""
-    plain, chosen = ranks[1][0]["rollouts"][False], ranks[1][0]["rollouts"][True]
-    generated = [sum(r["metrics"]["selection/generated_groups"] for r in run) for run in (plain, chosen)]
-    assert generated[1] < 0.75 * generated[0]
-    assert chosen[-1]["metrics"]["curriculum/skipped_fraction"] > 0.3
-    assert chosen[-1]["metrics"]["curriculum/seen_fraction"] == 1
-    assert not any(name.startswith("curriculum/") for name in plain[-1]["metrics"])
+    assert {prompt for prompt in asked_in_all if "@" not in prompt} == {f"r:{i}" for i in range(24)}
 
 
 @pytest.mark.parametrize("num_ranks", [4])
-@pytest.mark.parametrize("curriculum", [False, True])
-def test_the_samples_do_not_depend_on_the_number_of_ranks(ranks, num_ranks: int, curriculum: bool) -> None:
+def test_the_samples_do_not_depend_on_the_number_of_ranks(ranks, num_ranks: int) -> None:
     """Bit by bit and in order; so do the rounds, their seeds, the metrics, and the state of the stream."""
-    for step, whole in enumerate(ranks[1][0]["rollouts"][curriculum]):
-        parts = [rank["rollouts"][curriculum][step] for rank in ranks[num_ranks]]
+    for step, whole in enumerate(ranks[1][0]["rollouts"]):
+        parts = [rank["rollouts"][step] for rank in ranks[num_ranks]]
         assert [sample for part in parts for sample in part["samples"]] == whole["samples"]
         assert max(len(p["samples"]) for p in parts) - min(len(p["samples"]) for p in parts) <= 4  # one group
         assert sum(part["num_made"] for part in parts) == whole["num_made"]

@@ -42,12 +42,10 @@ def test_the_quickstart_trains_with_every_algorithm(checkpoint: Path, tmp_path: 
 
 
 def test_several_rewards_and_shaping_add_up(checkpoint: Path, tmp_path: Path) -> None:
-    flags = ["--multi-reward", "normalize_then_sum", "--rollout-max-response-len", "64"]
-    flags += ["--length-penalty", "0.5", "--overlong-penalty", "1", "--overlong-buffer", "32"]
+    flags = ["--rollout-max-response-len", "64", "--overlong-penalty", "1", "--overlong-buffer", "32"]
     one = trained(checkpoint, tmp_path, *flags)
-    assert -0.5 <= one["reward/length"] < 0
     assert -1 < one["reward/overlong"] < 0
-    parts = one["reward/variety"] + one["reward/reasoning_gym"] + 0.5 * one["reward/length"] + one["reward/overlong"]
+    parts = one["reward/variety"] + one["reward/reasoning_gym"] + one["reward/overlong"]
     assert one["reward/mean"] == pytest.approx(parts)
 
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling and the curriculum by the real command line: resumed, on two ranks, and at its end."""
+"""Dynamic sampling by the real command line: resumed, on two ranks, and at its end."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ FLAGS = [
     *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-interval", "0", "--no-bf16"),
     *("--reward", "tests.e2e.rewards:by_label", "--lr", "1e-3", "--log-to"),
 ]
-SELECT = ["--algorithm", "dapo", "--curriculum", "pass_rate"]
+SELECT = ["--algorithm", "dapo"]
 
 
 def run(checkpoint: Path, folder: Path, *flags: str, labels: list[str] = LABELS, num_ranks: int = 1) -> command.Result:
@@ -26,7 +26,7 @@ def run(checkpoint: Path, folder: Path, *flags: str, labels: list[str] = LABELS,
 
 
 def selection(folder: Path) -> list[dict[str, float]]:
-    families = ("selection/", "curriculum/", "group/", "progress/samples")
+    families = ("selection/", "group/", "progress/samples")
     return [{k: v for k, v in row.items() if k.startswith(families)} for row in trained(metrics_of(folder / "run"))]
 
 
@@ -46,9 +46,6 @@ def test_a_resumed_run_selects_as_one_that_never_stopped_and_so_do_two_ranks(che
         assert 0 < row["selection/kept_fraction"] < 1
         assert 0 < row["group/zero_std_fraction"] < 1
         assert 0 <= row["selection/reward_mean"] <= 1
-    assert rows[-1]["curriculum/skipped_fraction"] > 0
-    assert rows[-1]["curriculum/seen_fraction"] == 1
-    assert 0 < rows[-1]["curriculum/mean_pass_rate"] < 1
 
     assert learned(resumed / "run") == learned(whole / "run")
     assert all((a == b).all() for a, b in zip(weights(resumed / "run"), weights(whole / "run"), strict=True))

@@ -76,9 +76,7 @@ def test_without_staleness_an_engine_that_could_run_ahead_trains_bit_by_bit_as_o
 
 
 @pytest.mark.parametrize("kind", only(["in flight"], ENGINES))
-@pytest.mark.parametrize(
-    "more", only([{}], [{}, {"dynamic_sampling": True, "min_group_spread": 0.13}, {"curriculum": "pass_rate"}])
-)
+@pytest.mark.parametrize("more", only([{}], [{}, {"dynamic_sampling": True, "min_group_spread": 0.13}]))
 def test_weights_that_never_change_make_the_same_rollouts_at_any_age(
     checkpoint: Path, tmp_path: Path, kind: str, more: dict[str, Any]
 ) -> None:
@@ -131,9 +129,6 @@ def test_ranks_run_ahead_together_and_no_token_is_too_old(checkpoint: Path, tmp_
     assert len(rows) == 6
     assert all(row["staleness/max"] <= min(2, row["step"] - 1) for row in rows)
     assert rows[-1]["progress/samples"] == 6 * 16
-    spans = rows_of(tmp_path / "run" / "timeline.jsonl")
-    assert Counter(span["rollout"] for span in spans if span["stage"] == "train") == dict.fromkeys(range(1, 7), 1)
-    assert {"generate", "reward", "train", "sync", "eval", "save"} <= {span["stage"] for span in spans}
 
 
 @pytest.mark.parametrize("kind", only(["in flight"], ENGINES))

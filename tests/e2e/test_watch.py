@@ -1,4 +1,4 @@
-"""`fsdptrain watch` and `fsdptrain report --html` in a browser, also while a run goes on."""
+"""`fsdptrain watch` and `fsdptrain report` in a browser, also while a run goes on."""
 
 import json
 import os
@@ -71,7 +71,6 @@ def write_run(folder: Path, *, name: str = "reward/mean", texts: Sequence[str] =
         logger.log({name: step / 4, "reward/mean": step / 4, "eval/heldout/accuracy": step / 8}, step)
         row = {"set": "train", "prompt": texts[0], "response": "".join(texts), "label": texts[-1], "reward": 0.5}
         logger.log_samples([{**row, **sampled, "advantage": -1.0 if step % 2 else 2.0}], step)
-        logger.log_timeline([{"stage": "train", "rollout": step, "begin": step, "end": step + 0.5}], step)
     logger.close()
 
 
@@ -93,7 +92,6 @@ def test_the_page_shows_a_run_while_it_goes_on(page: Browser, checkpoint: Path, 
         finally:
             process.kill()
     assert process.exitcode == 0
-    assert page.get("document.querySelectorAll('#timeline .bar').length") > 8
     logged = rows_of(run / "samples.jsonl")
     last = [row for row in logged if row["set"] == "train" and row["advantage"]][-1]
     page.get("{const set = document.getElementById('samples-set'); set.value = 'train'; set.oninput()}")
@@ -126,8 +124,8 @@ def test_texts_of_a_run_stay_texts(page: Browser, tmp_path: Path, saved: bool) -
     run = tmp_path / "<img src=x onerror='window.hacked=1'>"
     write_run(run, name=f"eval/{HOSTILE[2].replace('/', '')}/accuracy", texts=HOSTILE)
     if saved:
-        result = command.run(["report", str(run), "--html"], tmp_path / "out")
-        assert (result.code, result.out, result.err) == (0, f"written to {run}/report.html\n", "")
+        result = command.run(["report", str(run)], tmp_path / "out")
+        assert (result.code, result.err) == (0, "")
         page.open((run / "report.html").as_uri())
         check_hostile(page)
         return
@@ -152,9 +150,9 @@ def check_hostile(page: Browser) -> None:
 def test_a_saved_page_compares_runs_and_colors_tokens(page: Browser, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_run(tmp_path / name)
-    target = tmp_path / "both.html"
-    result = command.run(["report", str(tmp_path / "a"), str(tmp_path / "b"), f"--html={target}"], tmp_path / "out")
-    assert (result.code, result.out) == (0, f"written to {target}\n"), result.err
+    target = tmp_path / "a" / "report.html"
+    result = command.run(["report", str(tmp_path / "a"), str(tmp_path / "b")], tmp_path / "out")
+    assert result.code == 0, result.err
     page.open(target.as_uri())
     page.wait(f"{NUM_POINTS} === 8")
     colors = page.get("[...document.querySelectorAll('[data-metric=\"reward/mean\"] .line')].map(p => p.outerHTML)")
@@ -177,7 +175,7 @@ def test_a_saved_page_compares_runs_and_colors_tokens(page: Browser, tmp_path: P
     page.get("document.getElementById('axis').value = 'minutes'; document.getElementById('axis').oninput()")
     page.wait(f"{NUM_POINTS} === 8")  # charts are filled in the next frame
     assert "axis=minutes" in page.get("location.hash")
-    assert "both.html" in {url.rpartition("/")[2].partition("#")[0] for url in page.requests}
+    assert "report.html" in {url.rpartition("/")[2].partition("#")[0] for url in page.requests}
     assert len(page.requests) == 1
 
 
@@ -188,10 +186,7 @@ def test_a_saved_page_compares_runs_and_colors_tokens(page: Browser, tmp_path: P
         (["watch", "nowhere"], "nowhere is not a folder: pass the --output-dir of a run"),
         (["watch", ".", "--port", "70000"], "--port must be 0 to 65535, got 70000"),
         (["watch", ".", "--host", "x"], "unknown flag --host"),
-        (["report", "--html"], "report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo --html"),
-        (["report", "docs", "--html"], "docs has no metrics.jsonl with a step in it: pass the --output-dir of a run"),
-        (["report", "docs", "--html", "a", "b"], "--html takes one file, got a b: put the folders of runs before it"),
-        (["report", "docs", "--html", "--rollouts", "1:2"], "--rollouts has no effect with --html, which writes only"),
+        (["report", "docs"], "docs has no metrics.jsonl with a step in it: pass the --output-dir of a run"),
     ],
 )
 def test_mistakes_are_one_line(argv: list[str], said: str, tmp_path: Path) -> None:

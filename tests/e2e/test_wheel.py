@@ -85,5 +85,5 @@ def test_the_demo_trains_in_an_empty_folder(installed: Path, tmp_path: Path) -> 
     folder = tmp_path / "runs" / "quickstart"
     assert json.loads((folder / "summary.json").read_text())["accuracy_after"] >= 0
     assert (folder / "grpo" / "hf" / "model.safetensors").is_file()
-    assert (folder / "curves.png").is_file()
+    assert (folder / "grpo" / "report.html").is_file()
     assert "Held-out accuracy, sampled: " in said

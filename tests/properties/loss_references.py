@@ -40,24 +40,15 @@ def gspo(s: Sequence, c: LossConfig) -> Tensor:
     return ppo(bound(log_ratio / len(s.l)).exp(), s.A, c) * torch.ones_like(s.l)
 
 
+def upper_clip(c: LossConfig) -> float:
+    return c.eps_clip if c.eps_clip_high is None else c.eps_clip_high
+
+
 def ppo(r: Tensor, a: float, c: LossConfig) -> Tensor:
-    surrogate = torch.min(r * a, torch.clip(r, 1 - c.eps_clip, 1 + c.eps_clip_high) * a)
+    surrogate = torch.min(r * a, torch.clip(r, 1 - c.eps_clip, 1 + upper_clip(c)) * a)
     if a < 0 and c.eps_clip_c is not None:
         surrogate = torch.max(surrogate, torch.full_like(r, c.eps_clip_c * a))
     return -surrogate
-
-
-def gmpo(s: Sequence, c: LossConfig) -> Tensor:
-    """prod_t min(r^sgn(A), clip(r)^sgn(A))^(1 / |y|), turned back by sgn(A), times A."""
-    product = torch.ones((), dtype=torch.float64)
-    for t in range(len(s.l)):
-        d = bound(s.l[t] - s.lo[t])
-        if s.A > 0 and d.item() > c.eps_clip_high:
-            d = torch.tensor(c.eps_clip_high, dtype=torch.float64)
-        if s.A < 0 and d.item() < -c.eps_clip:
-            d = torch.tensor(-c.eps_clip, dtype=torch.float64)
-        product = product * (d / len(s.l)).exp()
-    return -s.A * product * torch.ones_like(s.l)
 
 
 def cispo(s: Sequence, c: LossConfig) -> Tensor:
@@ -71,37 +62,11 @@ def sapo(s: Sequence, c: LossConfig) -> Tensor:
     return -s.A * (4 / tau) / (1 + torch.exp(-tau * (r - 1)))
 
 
-def dppo(s: Sequence, c: LossConfig, far: Callable[[float, float, float], bool]) -> Tensor:
-    """`far`: (p, po, threshold). Dropped is what is far, on the side that the advantage pushes to."""
-    losses = []
-    for t in range(len(s.l)):
-        p, po = s.l[t].detach().exp().item(), s.lo[t].exp().item()
-        out = (p > po and far(p, po, c.eps_clip_high)) if s.A > 0 else (p < po and far(p, po, c.eps_clip))
-        weight = min(bound(s.l[t] - s.lo[t]).exp().item(), c.is_cap_high)
-        losses.append(0.0 * s.l[t] if out else -s.A * weight * s.l[t])
-    return torch.stack(losses)
-
-
-def dppo_tv(s: Sequence, c: LossConfig) -> Tensor:
-    return dppo(s, c, lambda p, po, threshold: abs(p - po) > threshold)
-
-
-def dppo_kl(s: Sequence, c: LossConfig) -> Tensor:
-    def far(p: float, po: float, threshold: float) -> bool:
-        both = torch.tensor([[po, 1 - po], [p, 1 - p]], dtype=torch.float64)
-        old, new = both.clip(min=1e-8)
-        change = (old / new).log()
-        change[0] = min(max(change[0].item(), -700), 700)
-        return (both[0] * change).sum().item() > threshold
-
-    return dppo(s, c, far)
-
-
 def prime_rl(s: Sequence, c: LossConfig) -> Tensor:
     losses = []
     for t in range(len(s.l)):
         moved = s.l[t].detach().exp().item() - s.lr[t].exp().item()
-        dropped = moved > c.eps_clip_high if s.A > 0 else moved < -c.eps_clip
+        dropped = moved > upper_clip(c) if s.A > 0 else moved < -c.eps_clip
         rho = bound(s.l[t] - s.lr[t])
         losses.append((0.0 if dropped else -s.A) * rho.exp() + c.prime_rl_kl_coef * rho**2)
     return torch.stack(losses)
@@ -116,11 +81,14 @@ def sft(s: Sequence, _c: LossConfig) -> Tensor:
 
 
 POLICY: Mapping[str, Callable[[Sequence, LossConfig], Tensor]] = {
-    "grpo": grpo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl,
-    "prime_rl": prime_rl, "reinforce": reinforce, "sft": sft,
+    "grpo": grpo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "prime_rl": prime_rl, "reinforce": reinforce, "sft": sft,
 }  # fmt: skip
 UNCORRECTED = ("prime_rl", "sft")
-OF_SEQUENCES = ("gspo", "gmpo")
+OF_SEQUENCES = ("gspo",)
+
+
+BOUNDS = {"none": (0, 0), "tis": (0, 2), "tis_sequence": (0, 2), "mis": (0.5, 2), "mis_sequence": (0.99, 1.01),
+          "icepop": (0.5, 5)}  # fmt: skip
 
 
 def mismatch_weights(s: Sequence, c: LossConfig) -> list[float]:
@@ -134,24 +102,25 @@ def log_ratios(s: Sequence, c: LossConfig) -> list[float]:
 
 
 def rejections(s: Sequence, c: LossConfig) -> list[bool]:
-    """KL(engine || trainer) by token: k1 = log(q/p), k2 = log(q/p)^2 / 2, k3 = p/q - 1 - log(p/q), q the engine."""
+    """KL(engine || trainer) by token: k1 = log(q/p), k3 = p/q - 1 - log(p/q), q the engine."""
     if c.mismatch_rejection == "none":
         return [False] * len(s.l)
     logs = [min(max(x, -20.0), 20.0) for x in log_ratios(s, c)]
     level, estimator = c.mismatch_rejection.rsplit("_", 1)
-    of_token = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.expm1(x) - x}[estimator]
+    of_token = {"k1": lambda x: -x, "k3": lambda x: math.expm1(x) - x}[estimator]
     values = [of_token(x) for x in logs]
     whole = {
         "token": values,
         "seq_mean": [math.fsum(values) / len(values)] * len(values),
         "seq_sum": [math.fsum(values)] * len(values),
-        "seq_max": [max(abs(x) for x in values)] * len(values),
     }[level]
     return [abs(x) > c.mismatch_rejection_max for x in whole]
 
 
 def correction_weights(s: Sequence, c: LossConfig) -> list[float]:
-    low, high = c.mismatch_low, c.mismatch_high
+    low, high = BOUNDS[c.mismatch_correction]
+    low = low if c.mismatch_low is None else c.mismatch_low
+    high = high if c.mismatch_high is None else c.mismatch_high
     logs = log_ratios(s, c)
     n, kind = len(logs), c.mismatch_correction
     if kind == "tis_sequence":

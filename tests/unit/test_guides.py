@@ -17,7 +17,7 @@ NAMES = ("get_started", "tutorial_*", "guide_*", "agents", "distillation", "eval
 GUIDES = sorted(path for name in NAMES for path in DOCS.glob(f"{name}.md"))
 OTHERS = ["coming_from_trl.md", "coming_from_verl.md", "coming_from_prime_rl.md"]
 OF_COMMANDS = {"--recipe", "--help", "--help-all", "--json", "--rollouts", "--num-gpus", "--gpu-memory-gib", "--output"}
-OF_COMMANDS |= {"--checkpoint", "--html", "--host-memory-gib"}
+OF_COMMANDS |= {"--checkpoint", "--host-memory-gib"}
 ELLIPSIS = "..."
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from fsdptrain.agents.sampler import COUNTS
 from fsdptrain.trainer.reporting import _TIMED
-from fsdptrain.trainer.timeline import WORKERS
 from tests.e2e.test_train import EMITTED
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +19,6 @@ FORM = re.compile(r"([a-z_]+|<>)/(\w|<>)[\w/@<>]*")
 # What the code joins from parts that are no literals in the same expression.
 JOINED = {
     "perf/<>_s": {f"perf/{name}_s" for name in (*_TIMED, "offload")},
-    "perf/<>_idle_s": {f"perf/{name}_idle_s" for name in WORKERS},
     "agent/<>": {f"agent/{name}" for name in COUNTS},
     "eval/<>/<>": {
         f"eval/<>/{name}" for name in ("accuracy", "reward_mean", "length_mean", "truncated", "unscored", "pass@<>")
@@ -35,6 +33,7 @@ NO_METRICS = {
     "moe/router_loss": "a key of LogProbs.extras",
     "mismatch/_w_mean": "replaced by mismatch/ess",
     "mismatch/_w2_mean": "replaced by mismatch/ess",
+    "<>/<>": "the id of a prompt of one of several sources",
     "<>/samples": "a sum that source metrics are made of",
     "<>/tokens": "a sum that source metrics are made of",
     "<>/scored": "a sum that source metrics are made of",

@@ -1,6 +1,5 @@
 """Options of the teacher."""
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
@@ -13,9 +12,7 @@ from fsdptrain.config.section import Section
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-SELF = "self"
 CHUNK = 512  # most tokens whose logits the divergence holds at a time
-_SEQUENCE_LOSSES = "gspo|gmpo"  # one ratio per sequence, for which advantages must be equal within it
 _JSD = Requires("opd_loss=jsd", fix="add --opd-loss jsd, or remove it")
 
 
@@ -33,8 +30,8 @@ class DistillationConfig(Section):
         Excludes("@is_truncated", reason="with truncated sampling, whose renormalized logprobs no teacher has: set "
                  "--rollout-top-p 1, --rollout-top-k and --rollout-min-p off"),
     ] = None  # fmt: skip
-    """Teacher: a checkpoint (directory or Hub name) with the tokenizer of the policy, the URL of a vLLM server, or
-    `self`, the policy with --opd-teacher-prompt. Default: no distillation."""
+    """Teacher: a checkpoint (directory or Hub name) with the tokenizer of the policy, or the URL of a vLLM server.
+    Default: no distillation."""
     loss: Literal["token", "jsd"] = "token"
     """`token`: add opd_kl_coef * (teacher logprob - old logprob) to the advantage of each token, whose expectation is
     the negative reverse KL. `jsd`: add opd_kl_coef times the generalized Jensen-Shannon divergence of the next-token
@@ -46,19 +43,6 @@ class DistillationConfig(Section):
     the mixture beta * teacher + (1 - beta) * policy (GKD)."""
     top_k: Annotated[int | None, _JSD] = Field(default=None, ge=1)
     """jsd: compare the teacher's most likely tokens, and all others together as one. Default: the whole vocabulary."""
-    on_policy_fraction: Annotated[
-        float,
-        _JSD,
-        Requires("opd_teacher"),
-        Excludes("max_staleness", "dynamic_sampling", "environment", fix="leave one of them out"),
-    ] = Field(default=1.0, ge=0.0, le=1.0)
-    """jsd: share of the prompts whose responses the policy generates; the others have one response each, their label
-    (lambda of GKD)."""
-    teacher_prompt: Annotated[
-        str | None, Excludes("environment", "environment_command", fix="the teacher gets one prompt: leave one out")
-    ] = None
-    """Prompt of the teacher, with {prompt} (last message of the user) and {label} replaced by those of the row, e.g.
-    "{prompt} A correct answer is {label}.". Default: the prompt of the policy."""
 
     @property
     def enabled(self) -> bool:
@@ -81,31 +65,26 @@ class DistillationConfig(Section):
             return
         if self.is_server and "@" in urlsplit(self.teacher or "").netloc:
             yield "--opd-teacher names a user in its URL: leave it out, and give a key by the variable TEACHER_API_KEY"
-        if self.teacher == SELF and self.teacher_prompt is None:
-            yield "--opd-teacher self needs --opd-teacher-prompt: with the same prompt the teacher is the policy"
-        if self.teacher_prompt is not None and not re.search(r"\{(prompt|label)\}", self.teacher_prompt):
-            yield f"--opd-teacher-prompt {self.teacher_prompt!r} names neither {{prompt}} nor {{label}}: add one"
         if self.is_server and config.rollout.temperature != 1.0:
             yield (
                 f"--opd-teacher {self.teacher} gives logprobs at temperature 1, not at --rollout-temperature "
                 f"{config.rollout.temperature:g}: set that to 1, or use a checkpoint"
             )
-        is_model = not self.is_server and self.teacher != SELF
-        if is_model and config.ranks_along("tensor") * config.ranks_along("experts") > 1:
+        if not self.is_server and config.ranks_along("tensor") * config.ranks_along("experts") > 1:
             yield (
                 f"--opd-teacher {self.teacher} is not split by --tensor-parallel-size and --expert-parallel-size: "
                 "leave these out, or serve the teacher by vLLM and give its URL"
             )
         if self.loss == "jsd":
             yield from self._jsd_problems(config)
-        elif config.algorithm.loss in _SEQUENCE_LOSSES.split("|"):
+        elif config.algorithm.loss == "gspo":
             yield (
-                f"--opd-loss token gives each token an advantage, and --loss {config.algorithm.loss} has one ratio per "
-                "sequence: use --loss grpo, or --opd-loss jsd"
+                "--opd-loss token gives each token an advantage, and --loss gspo has one ratio per sequence: use "
+                "--loss grpo, or --opd-loss jsd"
             )
 
     def _jsd_problems(self, config: "Config") -> Iterator[Problem]:
-        if (self.is_server or self.teacher == SELF) and self.top_k is None:
+        if self.is_server and self.top_k is None:
             yield f"--opd-loss jsd with --opd-teacher {self.teacher} needs --opd-top-k, e.g. 20"
         for flat in ("tensor_parallel_size", "context_parallel_size"):
             if (config.value(flat) or 1) > 1:

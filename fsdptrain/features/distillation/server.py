@@ -18,7 +18,6 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.distillation.config import DistillationConfig
-from fsdptrain.features.distillation.divergence import Head
 from fsdptrain.features.distillation.teacher import TOP_IDS, TOP_LOGPROBS, TeacherScores
 from fsdptrain.model.logit_passes import EXCLUDED
 from fsdptrain.types import PackedBatch
@@ -79,9 +78,6 @@ class ServerTeacher:
     @property
     def line(self) -> str:
         return f"teacher: {self._model} at {self._url}"
-
-    def head(self) -> Head | None:
-        return None
 
     def score(self, packs: Sequence[PackedBatch]) -> list[TeacherScores]:
         sequences = [ids.tolist() for pack in packs for ids in pack.input_ids.split(pack.seqlens)]

@@ -1,4 +1,4 @@
-"""Teachers that are models here: a checkpoint whose shards wait on the host, and the policy itself."""
+"""A teacher that is a checkpoint, whose shards wait on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.errors import NumericsError
-from fsdptrain.feature import ComputeLogprobs, Feature, Features
+from fsdptrain.errors import ConfigError, NumericsError
+from fsdptrain.feature import Feature, Features
 from fsdptrain.features.distillation.divergence import Head, top_tokens
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
@@ -35,20 +35,6 @@ class TeacherScores:
     logprobs: Tensor  # [M] f32, of the labels
     extras: dict[str, Tensor]  # [M, ...] by name, of `TeacherOutputs`
 
-    def split(self, counts: list[int]) -> "list[TeacherScores]":
-        """Split into parts of `counts` tokens; the last ones may be left out."""
-        counts = [*counts, len(self.logprobs) - sum(counts)]
-        columns = {name: tensor.split(counts) for name, tensor in self.extras.items()}
-        return [
-            TeacherScores(part, {name: column[i] for name, column in columns.items()})
-            for i, part in enumerate(self.logprobs.split(counts)[:-1])
-        ]
-
-    @classmethod
-    def cat(cls, parts: "Sequence[TeacherScores]") -> "TeacherScores":
-        extras = {name: torch.cat([part.extras[name] for part in parts]) for name in parts[0].extras}
-        return cls(torch.cat([part.logprobs for part in parts]), extras)
-
 
 class Teacher(Protocol):
     @property
@@ -58,10 +44,6 @@ class Teacher(Protocol):
 
     def score(self, packs: Sequence[PackedBatch]) -> list[TeacherScores]:
         """Score packs on the CPU. Collective; every rank passes the same number of packs."""
-        ...
-
-    def head(self) -> Head | None:
-        """Return the head of the teacher on the device, if `TeacherScores.extras` has hidden states. Collective."""
         ...
 
 
@@ -122,7 +104,6 @@ class ModelTeacher:
                 raise NumericsError(f"--opd-teacher {config.value('opd_teacher')}: {error}") from error
         reshard(self._model)
         self._temperature = config.scoring_temperature
-        self._has_outputs = outputs is not None
 
     @property
     def line(self) -> str:
@@ -141,20 +122,20 @@ class ModelTeacher:
         values = found.values[pack.loss_positions].float().cpu()
         return TeacherScores(values, {name: tensor.cpu() for name, tensor in found.extras.items()})
 
-    def head(self) -> Head | None:
-        if not self._has_outputs:
-            return None
+    def head(self) -> Head:
+        """Return the whole head on the device. Collective."""
         head = head_of(self._model, self._temperature)
         bias = None if head.bias is None else full_tensor(head.bias, head.bias.dtype)
         return replace(head, weight=full_tensor(head.weight, head.weight.dtype), bias=bias)
 
 
-def score_by_policy(packs: Sequence[PackedBatch], compute_logprobs: ComputeLogprobs) -> list[TeacherScores]:
-    """Score packs by the policy as it is before the first update of the rollout. Collective."""
-    return [
-        TeacherScores(
-            found.values[pack.loss_positions].float(),
-            {name: found.extras[name] for name in (TOP_IDS, TOP_LOGPROBS) if name in found.extras},
+def require_same_tokenizer(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise ConfigError if a token of the policy has another id, or none, in the vocabulary of the teacher `name`."""
+    ours, theirs = policy.get_vocab(), teacher.get_vocab()
+    different = [token for token, id_ in ours.items() if theirs.get(token) != id_]
+    if different:
+        token = min(different, key=ours.__getitem__)
+        raise ConfigError(
+            f"--opd-teacher {name} has another tokenizer than --hf-checkpoint: token {token!r} is {ours[token]} in one "
+            f"and {theirs.get(token)} in the other ({len(different):,} differ); choose a teacher of the same family"
         )
-        for pack, found in zip(packs, compute_logprobs(packs, "policy"), strict=True)
-    ]

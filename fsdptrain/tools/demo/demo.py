@@ -1,4 +1,4 @@
-"""`fsdptrain demo`: create a tokenizer and a model, warm it up, train it with GRPO and plot the result.
+"""`fsdptrain demo`: create a tokenizer and a model, warm it up, and train it with GRPO.
 
 GRPO selects and sharpens a behavior from the warm-up (think first, then answer). Half of the demonstrations of the
 warm-up answer at once and are mostly wrong. Both stages run the `fsdptrain` command, as for a large model.
@@ -31,7 +31,7 @@ OPTIONS = {
 }
 LEAST = {"warm_up_steps": 21, "rollouts": 1}  # the recipe warms the learning rate up for 20 steps
 USAGE = """\
-Warm up a model of 0.1 M parameters, train it with GRPO and plot the result.
+Warm up a model of 0.1 M parameters and train it with GRPO.
 
 About a minute on two cores; needs no GPU and no network."""
 
@@ -110,7 +110,7 @@ def run_command(flags: list[str]) -> None:
 
 
 def finish(folder: Path, seconds: dict[str, float]) -> None:
-    """Write summary.json, samples.md and the report of the GRPO run, and print their paths."""
+    """Write summary.json and the report of the GRPO run, and print their paths."""
     from fsdptrain.tools.report.report import read_series
 
     _, sampled = read_series(folder / "grpo", "eval/heldout/accuracy")
@@ -123,44 +123,24 @@ def finish(folder: Path, seconds: dict[str, float]) -> None:
         "seconds": {stage: round(value, 1) for stage, value in seconds.items()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    write_samples(folder)
     print(flush=True)
-    run_command(["report", str(folder / "grpo")])  # draws: reasoning-gym requires matplotlib
-    shutil.copyfile(folder / "grpo" / "curves.png", folder / "curves.png")
-    show(folder, summary)
+    run_command(["report", str(folder / "grpo")])
+    show(folder, summary, sampled)
 
 
-def write_samples(folder: Path) -> None:
-    """Write a table of the same held-out questions before and after."""
-    rows = [json.loads(line) for line in (folder / "grpo" / "samples.jsonl").read_text().splitlines()]
-    held_out = [row for row in rows if row["set"] == "heldout"]
-    steps = sorted({row["step"] for row in held_out})
-    before, after = ([row for row in held_out if row["step"] == step] for step in (steps[0], steps[-1]))
-    lines = [
-        f"The first {len(before)} of 256 held-out words, sampled at temperature 1, before and after GRPO.\n",
-        "| question | correct answer | before | | after | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for first, last in zip(before, after, strict=True):
-        question = first["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
-        cells = [question, first["label"], first["response"], mark(first), last["response"], mark(last)]
-        lines.append("| " + " | ".join(f"`{cell}`" if len(cell) > 1 else cell for cell in cells) + " |")
-    (folder / "samples.md").write_text("\n".join(lines) + "\n")
-
-
-def mark(row: dict[str, float]) -> str:
-    return "✓" if row["reward"] == 1.0 else "✗"
-
-
-def show(folder: Path, summary: dict) -> None:
+def show(folder: Path, summary: dict, accuracies: Sequence[float]) -> None:
     print(
         f"\nHeld-out accuracy, sampled: {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}, ", end=""
     )
     print(f"greedy: {summary['greedy_before']:.3f} -> {summary['greedy_after']:.3f}; ", end="")
     print(f"{sum(summary['seconds'].values()):.0f} s")
+    print(
+        "  "
+        + "".join("▁▂▃▄▅▆▇█"[round(7 * value)] for value in accuracies)
+        + "  accuracy from 0 to 1, over the rollouts"
+    )
     for name, what in (
-        ("curves.png", "reward, accuracy and length"),
-        ("samples.md", "answers before and after"),
+        ("grpo/report.html", "curves and samples"),
         ("summary.json", "these numbers"),
         ("grpo/hf", "the model, for from_pretrained"),
     ):

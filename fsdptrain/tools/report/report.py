@@ -37,7 +37,6 @@ def report_rows(run: Path) -> list[Row]:
         rows.append(_row(label, read_series(run, f"eval/{name}/accuracy"), max))
     rows.append(_row("length [tokens]", read_series(run, "completion/length_mean"), None))
     rows.append(_row("share of groups kept", read_series(run, "selection/kept_fraction"), None))
-    rows.append(_row("pass rate of prompts", read_series(run, "curriculum/mean_pass_rate"), max))
     if rows[0] is None:  # a policy loss is not informative; a supervised one is
         rows.insert(0, _row("loss", read_series(run, "loss/total"), min))
     if not any(rows):

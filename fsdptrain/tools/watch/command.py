@@ -1,4 +1,4 @@
-"""`fsdptrain watch RUN ...` and `fsdptrain report RUN ... --html [FILE]`."""
+"""`fsdptrain watch RUN ...` and `fsdptrain report RUN ...`."""
 
 import sys
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ WATCH = {"port": Option("--port", int, "Port on this machine. 0: a free one.", 0
 WATCH_USAGE = """\
 usage: fsdptrain watch RUN_DIR [RUN_DIR ...] [--port PORT]
 
-Show runs in the browser, while they go on: curves, the stages of rank 0, and samples
-with the advantage or the logprobs of each token. Prints an address of this machine with
-a key in it. Ctrl-C ends it; the runs go on.
+Show runs in the browser, while they go on: curves, and samples with the advantage or
+the logprobs of each token. Prints an address of this machine with a key in it. Ctrl-C ends it; the runs go on.
 
   RUN_DIR   the --output-dir of a run, e.g. runs/Qwen3-4B-grpo; several are compared
   --port    of the address; default: a free one
@@ -43,35 +42,29 @@ def watch(argv: Sequence[str]) -> int:
     return 0
 
 
-def write_html(argv: Sequence[str]) -> int:
-    """Run `fsdptrain report RUN_DIR [RUN_DIR ...] --html [FILE]`."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--html=") else [word])]
-    at = words.index("--html")
-    values = list(takewhile(lambda word: not word.startswith("-"), words[at + 1 :]))
-    folders, rest = _split([*words[:at], *words[at + 1 + len(values) :]])
+def report(argv: Sequence[str]) -> int:
+    """Run `fsdptrain report RUN_DIR [RUN_DIR ...]`: print the tables, and write the page as one file."""
+    folders, rest = _split(argv)
     if not folders:
-        raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo --html")
-    if len(values) > 1:
-        raise ConfigError(f"--html takes one file, got {' '.join(values)}: put the folders of runs before it")
-    if rest:
-        raise ConfigError(f"{rest[0]} has no effect with --html, which writes only the page: remove it")
+        raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo")
+    parse(rest, {})
     import time
 
+    from fsdptrain.tools.report.report import print_report
     from fsdptrain.tools.watch.page import render
     from fsdptrain.tools.watch.run_data import RunData
 
-    target = Path(values[0]) if values else folders[0] / "report.html"
+    for folder in folders:
+        print_report(folder)
+    target = folders[0] / "report.html"
     runs = [RunData(folder, name) for folder, name in _named(folders)]
     for run in runs:
         run.poll()
     payloads = [run.payload() for run in runs]
-    for folder, payload in zip(folders, payloads, strict=True):
-        if payload["step"] is None:
-            raise ConfigError(f"{folder} has no metrics.jsonl with a step in it: pass the --output-dir of a run")
     try:
         target.write_text(render({"runs": payloads, "saved": time.time()}).html, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html {target} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
     sys.stdout.write(f"written to {target}\n")
     return 0
 

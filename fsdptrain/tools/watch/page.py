@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-_SCRIPTS = ("base.js", "charts.js", "timeline.js", "samples.js", "main.js")
+_SCRIPTS = ("base.js", "charts.js", "samples.js", "main.js")
 
 
 @dataclass(frozen=True)

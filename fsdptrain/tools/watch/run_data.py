@@ -1,4 +1,4 @@
-"""What the page shows of a run: curves of bounded length, the last samples, the last stages, and how far it is."""
+"""What the page shows of a run: curves of bounded length, the last samples, and how far it is."""
 
 from array import array
 from bisect import bisect_right
@@ -10,16 +10,13 @@ from typing import Any
 from fsdptrain.config.recipe import read_mapping
 from fsdptrain.errors import ConfigError
 from fsdptrain.tools.report.report import is_number, title
-from fsdptrain.tools.report.timeline import ROWS, in_lanes
 from fsdptrain.tools.watch.tail import Tail
 
 MOST_POINTS = 300  # of a curve
 MOST_SAMPLES = 120
-MOST_BARS = 2000  # of the timeline
 LONGEST_TEXT = 20_000  # [characters] of a prompt or response
-_ROLLOUTS = 8  # of the timeline
 _PACE_STEPS = 20  # steps whose mean duration gives the ETA
-_SAMPLES_BYTES, _TIMELINE_BYTES = 32 * 2**20, 4 * 2**20  # read from the ends of files
+_SAMPLES_BYTES = 32 * 2**20  # read from the end of the file
 
 
 class RunData:
@@ -29,21 +26,16 @@ class RunData:
         self._folder, self._name = folder, name
         self._metrics = Tail(folder / "metrics.jsonl")
         self._samples = Tail(folder / "samples.jsonl", most_bytes=_SAMPLES_BYTES)
-        self._timeline = Tail(folder / "timeline.jsonl", most_bytes=_TIMELINE_BYTES)
         self._curves: dict[str, tuple[array[float], array[float]]] = {}  # name -> steps, values
         self._shown: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
-        self._spans: deque[dict[str, Any]] = deque(maxlen=MOST_BARS)
         self._generation = self._version = self._num_samples = 0
         self._config: tuple[float, str, int | None] = (-1.0, folder.resolve().name, None)  # mtime, title, total
 
     def poll(self) -> None:
         """Read what the run has written since the last call."""
-        found = [tail.read() for tail in (self._metrics, self._samples, self._timeline)]
-        (curves_void, metrics), (samples_void, samples), (spans_void, spans) = found
+        (curves_void, metrics), (samples_void, samples) = self._metrics.read(), self._samples.read()
         if curves_void:
             self._curves.clear()
-        if spans_void:
-            self._spans.clear()
         if samples_void:
             self._shown.clear()
             self._generation += 1
@@ -52,9 +44,8 @@ class RunData:
         for sample in samples:
             self._num_samples += 1
             self._shown.append({"id": self._num_samples, **_shortened(sample)})
-        self._spans.extend(span for span in spans if _is_span(span))
         is_new = self._read_config()
-        if is_new or curves_void or samples_void or spans_void or metrics or samples or spans:
+        if is_new or curves_void or samples_void or metrics or samples:
             self._version += 1
 
     def payload(self, seen: str = "") -> dict[str, Any]:
@@ -74,7 +65,6 @@ class RunData:
             "total": total,
             **self._progress(),
             "curves": {name: thinned(*curve) for name, curve in self._curves.items()},
-            "bars": self._bars(),
             "samples": [sample for sample in self._shown if sample["id"] > first],
             "keeps_samples": has_samples,
         }
@@ -98,14 +88,6 @@ class RunData:
             "updated": times[-1],
             "pace": (times[-1] - times[first]) / done if done > 0 else None,
         }
-
-    def _bars(self) -> list[tuple[str, int, float, float, int]]:
-        """Return (stage, rollout, begin, end, lane) of the last rollouts. [s] since the first of them"""
-        last = max((span["rollout"] for span in self._spans), default=0)
-        chosen = [span for span in self._spans if span["rollout"] > last - _ROLLOUTS]
-        start = min((span["begin"] for span in chosen), default=0.0)
-        bars = in_lanes([(s["stage"], s["rollout"], s["begin"] - start, s["end"] - start) for s in chosen])
-        return [(bar.stage, bar.rollout, round(bar.begin, 4), round(bar.end, 4), bar.lane) for bar in bars]
 
     def _read_config(self) -> bool:
         """Read config.yaml if it has changed. Returns whether it has."""
@@ -143,7 +125,3 @@ def _short(value: float) -> float:
 
 def _shortened(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in sample.items()}
-
-
-def _is_span(span: Mapping[str, Any]) -> bool:
-    return span.get("stage") in ROWS and all(is_number(span.get(name)) for name in ("rollout", "begin", "end"))

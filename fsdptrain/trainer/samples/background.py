@@ -21,7 +21,6 @@ class Background:
     """Where groups are generated while the trainer does other work."""
 
     threads: Executor
-    num_slots: int  # groups at the same time on this rank
     stepped: SteppedEngine | None  # the engine, if it generates on the training thread
 
 
@@ -41,10 +40,9 @@ def open_background(
         log.info("--max-staleness: whole rollouts are generated ahead, because %s", reason)
         return None
     stepped = engine if isinstance(engine, SteppedEngine) else None
-    num_slots = rollout_slots(config)
-    threads = ThreadPoolExecutor(num_slots, thread_name_prefix="rollout")
+    threads = ThreadPoolExecutor(rollout_slots(config), thread_name_prefix="rollout")
     stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # do not wait: other ranks wait for an error
-    return Background(threads, num_slots, stepped)
+    return Background(threads, stepped)
 
 
 def _reason_against(engine: RolloutEngine, *, has_deadlines: bool) -> str:

@@ -22,7 +22,6 @@ from fsdptrain.trainer.rules import selection_rules, shaping_rule
 from fsdptrain.trainer.samples.background import Background
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
-from fsdptrain.trainer.timeline import Timeline
 from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
@@ -107,7 +106,6 @@ def build_source(
     builders: "Builders | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
-    timeline: Timeline,
     background: Background | None,
     features: Features,
 ) -> SampleSource:
@@ -118,7 +116,7 @@ def build_source(
     assert sampler is not None, "reinforcement learning has an engine"
     values: dict[str, Any] = {
         "stream": stream,
-        "sampler": features.wrap_sampler(sampler),
+        "sampler": sampler,
         "sampling": features.sampling(sampling_params(config)),
         "features": features,
         "num_prompts": config.rollout.batch_size,
@@ -126,10 +124,9 @@ def build_source(
         "shaping": shaping_rule(config),
         "advantages": advantages,
         "max_unscored_fraction": config.reward.max_unscored_fraction,
-        "rules": selection_rules(config, advantages),
+        "rules": selection_rules(config),
         "max_staleness": config.sync.max_staleness,
         "num_rollouts": config.run.num_rollout,
-        "timeline": timeline,
     }
     if background is None:
         return RolloutSource(**values)

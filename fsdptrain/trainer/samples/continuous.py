@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from fsdptrain.distributed import gather, raise_on_all_ranks, sum_over_ranks
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import SteppedEngine
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import GroupResult, Selection, group_result
 from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound
 from fsdptrain.trainer.samples.source import GroupSource, RolloutBatch, images_of, sampling_at
-from fsdptrain.trainer.timeline import Stopwatch
-from fsdptrain.types import Metrics, Prompt, SamplingParams
+from fsdptrain.types import Metrics, Prompt
 
 POLL_S = 0.1  # between two exchanges of what has finished on each rank
 
@@ -33,34 +33,6 @@ class Group:
     result: GroupResult | None = None  # None: not known to be finished; the same on all ranks
 
 
-class SlotMeter:
-    """Average number of groups that are generated at the same time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running = 0
-        self._area = 0.0  # groups x seconds since `_begin`
-        self._begin = self._last = time.monotonic()
-
-    def add(self, change: int) -> None:
-        with self._lock:
-            self._advance()
-            self._running += change
-
-    def take(self) -> float:
-        """Return the average since the last call."""
-        with self._lock:
-            self._advance()
-            average = self._area / max(1e-9, self._last - self._begin)
-            self._area, self._begin = 0.0, self._last
-            return average
-
-    def _advance(self) -> None:
-        now = time.monotonic()
-        self._area += self._running * (now - self._last)
-        self._last = now
-
-
 @dataclass
 class ContinuousSource(GroupSource):
     """Generates each group on its own, for an engine that keeps requests across weight syncs.
@@ -72,7 +44,6 @@ class ContinuousSource(GroupSource):
     """
 
     threads: Executor = field(kw_only=True)  # one thread per group that is generated at the same time
-    num_slots: int = field(kw_only=True)  # groups that are generated at the same time on this rank
     partial: bool = True  # False: a step takes the groups that were started first, and waits for them
     stepped: SteppedEngine | None = None  # the engine, if it generates on the thread that waits
     timeout: float = math.inf  # in which a group must finish on any rank [s]
@@ -80,7 +51,6 @@ class ContinuousSource(GroupSource):
     _first_step: int | None = field(init=False, default=None)
     _num_started: int = field(init=False, default=0)
     _changed: threading.Event = field(init=False, default_factory=threading.Event)  # a group of this rank has finished
-    _meter: SlotMeter = field(init=False, default_factory=SlotMeter)
 
     @property
     def in_flight(self) -> bool:
@@ -101,7 +71,7 @@ class ContinuousSource(GroupSource):
             room -= count
 
     def collect(self, step: int) -> RolloutBatch:
-        watch = Stopwatch(self.timeline, step + 1)
+        watch = Stopwatch()
         selection, taken = Selection(self.rules, wanted=self.num_prompts), list[Group]()
         made, own = NOTHING, dist.get_rank()
         self.run_ahead(step)
@@ -144,20 +114,12 @@ class ContinuousSource(GroupSource):
         unfinished = [group.owner for group in self._open if group.result is None]
         open_groups = [unfinished.count(rank) for rank in range(dist.get_world_size())]
         for prompt, owner in zip(prompts, assign(len(prompts), open_groups), strict=True):
-            hidden = ("generate",) if self.stepped else ()
-            group = Group(prompt, owner, Stopwatch(self.timeline, rollout + 1, hidden=hidden))
+            group = Group(prompt, owner, Stopwatch())
             if owner == dist.get_rank():
-                group.work = self.threads.submit(self._generate, group, sampling)
+                group.work = self.threads.submit(self.sampler.sample_in_flight, [prompt], sampling, group.watch)
                 group.work.add_done_callback(lambda _: self._changed.set())
             self._open.append(group)
         self._num_started += len(prompts)
-
-    def _generate(self, group: Group, sampling: SamplingParams) -> GenerationRound:
-        self._meter.add(1)
-        try:
-            return self.sampler.sample_in_flight([group.prompt], sampling, group.watch)
-        finally:
-            self._meter.add(-1)
 
     def _judge(self, selection: Selection, taken: list[Group]) -> list[Group]:
         """Take or drop groups that are finished, in the order in which they were started, until enough are taken."""
@@ -170,7 +132,7 @@ class ContinuousSource(GroupSource):
             if group.result is None or group in taken:
                 continue
             [is_kept] = selection.add([group.result])
-            self.stream.record(group.prompt, passed=group.result.num_passed, tried=group.result.num_scored)
+            self.stream.record(group.prompt)
             judged.append(group)
             if is_kept:
                 taken.append(group)
@@ -205,7 +167,7 @@ class ContinuousSource(GroupSource):
         self._changed.clear()
         with raise_on_all_ranks(RolloutError, "rollout"):
             own = [
-                (i, group_result(group.work.result().samples, self.rules, owner=group.owner))
+                (i, group_result(group.work.result().samples, owner=group.owner))
                 for i, group in enumerate(self._open)
                 if group.result is None and group.work is not None and group.work.done()
             ]
@@ -215,10 +177,8 @@ class ContinuousSource(GroupSource):
         return bool(found)
 
     def _slot_metrics(self) -> Metrics:
-        used, slots = sum_over_ranks([self._meter.take(), self.num_slots])
         finished = sum(group.result is not None for group in self._open)
         return {
-            "rollout/slot_occupancy": used / slots,
             "rollout/finished_groups": float(finished),
             "rollout/unfinished_groups": float(len(self._open) - finished),
         }

@@ -20,10 +20,10 @@ from fsdptrain.protocols import InFlightEngine, RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.values import RewardResult, to_result
 from fsdptrain.threads import StepThreads
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
 from fsdptrain.trainer.samples.single_turn import Generate, GenerationRound, response_text
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams, Turn
 
 ROLES = ("user", "tool", "system")  # roles of an observation; `assistant` is the model

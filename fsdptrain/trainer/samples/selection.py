@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from fsdptrain.algo.correct import is_correct
 from fsdptrain.distributed import gather
 from fsdptrain.errors import RolloutError
 from fsdptrain.types import Metrics, Prompt, Sample
@@ -27,9 +26,8 @@ class GroupResult:
     owner: int  # rank that holds the samples
     num_samples: int
     num_scored: int
-    num_passed: int
     reward_sum: float
-    spread: float  # largest minus smallest reward, the maximum over its parts if any; 0 if nothing was scored
+    spread: float  # largest minus smallest reward; 0 if nothing was scored
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,6 @@ class SelectionRules:
     dynamic: bool = False
     max_rounds: int = 1
     min_spread: float = 0.0
-    pass_threshold: float = 1.0
-    parts: tuple[str, ...] = ()  # reward parts that are normalized separately; a group is useful if any of them differs
 
 
 @dataclass
@@ -136,12 +132,12 @@ def likely_enough(missing: int, rate: float) -> int:
     return math.ceil(root**2 - 1e-9)
 
 
-def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample], rules: SelectionRules) -> list[GroupResult]:
+def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[GroupResult]:
     """Gather the group results of all ranks in rank order, which is stream order. Collective."""
     members: dict[str, list[Sample]] = {prompt.id: [] for prompt in prompts}
     for sample in samples:
         members[sample.group_id].append(sample)
-    own = [group_result(group, rules, owner=dist.get_rank()) for group in members.values()]
+    own = [group_result(group, owner=dist.get_rank()) for group in members.values()]
     return [group for groups in gather(own) for group in groups]
 
 
@@ -150,16 +146,13 @@ def share(count: int, rank: int, world_size: int) -> slice:
     return slice(count * rank // world_size, count * (rank + 1) // world_size)
 
 
-def group_result(members: Sequence[Sample], rules: SelectionRules, *, owner: int) -> GroupResult:
+def group_result(members: Sequence[Sample], *, owner: int) -> GroupResult:
     """Summarize the rewards of one prompt's samples, held by rank `owner`."""
-    scored = [sample for sample in members if sample.reward is not None]
-    rewards = [sample.reward for sample in scored if sample.reward is not None]
-    columns = [[sample.rewards[part] for sample in scored] for part in rules.parts] or [rewards]
+    rewards = [sample.reward for sample in members if sample.reward is not None]
     return GroupResult(
         owner=owner,
         num_samples=len(members),
-        num_scored=len(scored),
-        num_passed=sum(is_correct(reward, rules.pass_threshold) for reward in rewards),
+        num_scored=len(rewards),
         reward_sum=math.fsum(rewards),
-        spread=max(max(column) - min(column) for column in columns) if scored else 0.0,
+        spread=max(rewards) - min(rewards) if rewards else 0.0,
     )

@@ -13,7 +13,7 @@ from fsdptrain.protocols import InFlightEngine, RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.results import RewardResults, compute_rewards
 from fsdptrain.rewards.values import RewardResult
-from fsdptrain.trainer.timeline import Stopwatch
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 
 

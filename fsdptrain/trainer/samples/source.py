@@ -13,10 +13,10 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.rewards.results import RewardResults, check_failed_rewards
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import Selection, SelectionRules, gather_results, share
 from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound, Sampler
 from fsdptrain.trainer.shown import Shown, show
-from fsdptrain.trainer.timeline import Stopwatch, Timeline
 from fsdptrain.types import Images, Metrics, Prompt, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ class GroupSource:
     rules: SelectionRules = field(default_factory=SelectionRules)
     max_staleness: int = 0  # versions
     num_rollouts: int | None = None  # of the run: no rollouts are started beyond it
-    timeline: Timeline = field(default_factory=Timeline)
     features: Features = NO_FEATURES
 
     def last_allowed(self, step: int) -> int:
@@ -101,7 +100,6 @@ class GroupSource:
         with raise_on_all_ranks(RolloutError, "rollout"):
             shaped = list(samples) if self.shaping is None else self.shaping.apply(samples)
             samples = assign_advantages(shaped, self.advantages)
-            samples = self.features.finish_samples(samples, {prompt.id: prompt for prompt in made.prompts})
             for feature in self.features:
                 feature.check_samples([s for sample in samples for s in sample.sequences])
         return RolloutBatch(
@@ -166,8 +164,7 @@ class RolloutSource(GroupSource):
         """Generate all rollouts that are allowed when the engine has the weights of version `step`."""
         first = self._ahead[-1].rollout + 1 if self._ahead else step
         for rollout in range(first, self.last_allowed(step) + 1):
-            watch = Stopwatch(self.timeline, rollout + 1)
-            self._ahead.append(self._generate(rollout, self.num_prompts, 0, watch))
+            self._ahead.append(self._generate(rollout, self.num_prompts, 0, Stopwatch()))
 
     def _generate(self, rollout: int, num_prompts: int, number: int, watch: Stopwatch) -> PendingRollout:
         """Draw new prompts and generate their samples. Every rank takes part in every round."""
@@ -182,9 +179,9 @@ class RolloutSource(GroupSource):
         Images are not sent with samples: every rank draws all prompts from the stream and so has all images.
         """
         images |= images_of(pending.prompts)
-        groups = gather_results(pending.own, pending.made.samples, self.rules)
-        for prompt, group in zip(pending.prompts, groups, strict=True):
-            self.stream.record(prompt, passed=group.num_passed, tried=group.num_scored)
+        groups = gather_results(pending.own, pending.made.samples)
+        for prompt in pending.prompts:
+            self.stream.record(prompt)
         chosen = selection.add(groups)
         return pending.made.only({prompt.id for prompt, kept in zip(pending.prompts, chosen, strict=True) if kept})
 

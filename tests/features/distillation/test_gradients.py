@@ -5,7 +5,7 @@ policy's. All in float64.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.features.distillation.divergence import generalized_jsd, with_rest
-from fsdptrain.features.distillation.prompts import BEFORE, IDS
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.logprobs import LogprobPasses
@@ -37,27 +36,15 @@ class Case:
     beta: float | None = None  # None: the token form
     top_k: int | None = None
     advantages: bool = False
-    teacher_prompt: bool = False
-    policy_teaches: bool = False
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 JSD = {"opd_loss": "jsd"}
 CASES = {
     "token": Case({}),
     "token and reward": Case({}, advantages=True),
-    "token with another prompt": Case({}, teacher_prompt=True),
-    "the policy with another prompt": Case({"opd_teacher": "self"}, teacher_prompt=True, policy_teaches=True),
     "jsd": Case({**JSD, "opd_beta": 0.3}, beta=0.3),
     "jsd and reward": Case({**JSD, "opd_beta": 1.0}, beta=1.0, advantages=True),
     "jsd of top tokens": Case({**JSD, "opd_beta": 0.5, "opd_top_k": TOP_K}, beta=0.5, top_k=TOP_K),
-    "jsd of the policy's top tokens": Case(
-        {**JSD, "opd_teacher": "self", "opd_beta": 0.0, "opd_top_k": TOP_K},
-        beta=0.0,
-        top_k=TOP_K,
-        teacher_prompt=True,
-        policy_teaches=True,
-    ),
 }
 
 
@@ -67,10 +54,8 @@ def samples_of(case: Case) -> list[Sample]:
         prompt, response = rng.randrange(1, 8), rng.randrange(1, 20)
         ids = [rng.randrange(5, 264) for _ in range(prompt + response)]
         mask = [False] * prompt + [rng.random() < 0.8 for _ in range(response)]  # of stale tokens the first are masked
-        ids_of_teacher = [rng.randrange(5, 264) for _ in range(rng.randrange(1, 12))]
-        extras = {IDS: ids_of_teacher, BEFORE: [prompt]} if case.teacher_prompt else {}
         advantage = rng.gauss(0, 1) if case.advantages else 0.0
-        made.append(Sample(str(number), ids, mask, [0.0] * len(ids), advantage=advantage, extras=extras))
+        made.append(Sample(str(number), ids, mask, [0.0] * len(ids), advantage=advantage))
     return made
 
 
@@ -83,10 +68,8 @@ def gradients(student: str, teacher: str, names: list[str]) -> dict[str, dict[st
 
 def _gradients(student: str, teacher: str, case: Case) -> dict[str, Tensor]:
     options = {"opd_teacher": teacher, **case.options, "opd_kl_coef": COEF, "logprob_chunk_size": 16}
-    prompt = {"opd_teacher_prompt": "{prompt}"} if case.teacher_prompt else {}
-    # with a longer prompt of the teacher, some packs become two
     limits = {"max_tokens_per_gpu": 40, "rollout_max_response_len": 20, "rollout_max_prompt_len": 8}
-    values = {**options, **prompt, **limits, "rollout_temperature": TEMPERATURE}
+    values = {**options, **limits, "rollout_temperature": TEMPERATURE}
     config = Config(hf_checkpoint=student, algorithm="opd", **values)
     backend = FSDPBackend(config, total_steps=1)
     rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
@@ -100,19 +83,16 @@ def _gradients(student: str, teacher: str, case: Case) -> dict[str, Tensor]:
 
 def expected(student: str, teacher: str, case: Case) -> dict[str, Tensor]:
     policy = plain(student)
-    judge = policy if case.policy_teaches else plain(teacher)
+    judge = plain(teacher)
     samples = samples_of(case)
     total = sum(sum(sample.loss_mask[1:]) for sample in samples)
     for sample in samples:
         ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask[1:])
         if not mask.any():
             continue
-        start = sample.extras[BEFORE][0] if case.teacher_prompt else 1
         logits = logits_of(policy, ids)[mask]
         with torch.no_grad():
-            before = torch.tensor(sample.extras[IDS]) if case.teacher_prompt else ids[:start]
-            seen = logits_of(judge, torch.cat([before, ids[start:]]))[-len(ids) + start :]
-            theirs = seen[mask[start - 1 :]]
+            theirs = logits_of(judge, ids)[mask]
         labels = ids[1:][mask][:, None]
         ours, others = (x.log_softmax(-1).gather(1, labels)[:, 0] for x in (logits, theirs))
         reward = sample.advantage + (COEF * (others - ours.detach()) if case.beta is None else 0.0)

@@ -5,17 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import count_totals
 from fsdptrain.data.packing.pack import pack
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
-
-
-def config_of(kind: str) -> LossConfig:
-    """A correction at its default bounds."""
-    correction = CORRECTIONS[kind]
-    return LossConfig(mismatch_correction=kind, mismatch_low=correction.low, mismatch_high=correction.high)
 
 
 def batch_of(log_w: list[list[float]]) -> tuple[PackedBatch, LogProbs]:
@@ -48,21 +41,21 @@ def test_use_rollout_logprobs_compares_the_current_policy_with_the_engine() -> N
 )
 def test_out_of_bounds_counts_by_the_bounds_of_the_correction(kind: str, share: float) -> None:
     batch, logprobs = batch_of([[0.1, 0.9, -1.0], [0.004, 0.002]])
-    metrics = LOSSES["grpo"](batch, logprobs, config_of(kind)).metrics
+    metrics = LOSSES["grpo"](batch, logprobs, LossConfig(mismatch_correction=kind)).metrics
     assert metrics["mismatch/out_of_bounds"].item() == pytest.approx(share)
 
 
 def test_a_rejected_token_counts_in_the_denominator() -> None:
     batch, logprobs = batch_of([[5.0, 0.0]])
-    kept = LOSSES["reinforce"](batch, logprobs, config_of("mis"))
+    kept = LOSSES["reinforce"](batch, logprobs, LossConfig(mismatch_correction="mis"))
     assert kept.loss.item() == pytest.approx(0.5 * 1.5 * 1.1)  # one of two tokens, each of weight 1/2
 
 
 def test_kl_and_entropy_are_not_weighted() -> None:
     batch, logprobs = batch_of([[5.0, 5.0]])
     batch = replace(batch, ref_logprobs=torch.full((batch.num_tokens,), -2.0, dtype=torch.float64))
-    config = replace(config_of("mis"), kl_loss_coef=1.0, kl_loss_type="k2")
-    metrics = LOSSES["grpo"](batch, LogProbs(logprobs.values, torch.ones(3)), replace(config, entropy_coef=1.0)).metrics
+    config = LossConfig(mismatch_correction="mis", kl_loss_coef=1.0, kl_loss_type="k2", entropy_coef=1.0)
+    metrics = LOSSES["grpo"](batch, LogProbs(logprobs.values, torch.ones(3)), config).metrics
     assert metrics["loss/policy"] == 0
     assert metrics["loss/kl"].item() == pytest.approx(0.9**2 / 2)
     assert metrics["loss/entropy"].item() == pytest.approx(-1.0)

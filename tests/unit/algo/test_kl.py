@@ -1,11 +1,8 @@
-"""Estimators of the KL divergence, and the adaptive coefficient."""
+"""Estimators of the KL divergence."""
 
-import math
-
-import pytest
 import torch
 
-from fsdptrain.algo.kl import KL_ESTIMATORS, adapt_kl_coef
+from fsdptrain.algo.kl import KL_ESTIMATORS
 
 
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,20 +57,3 @@ def test_k3_keeps_its_digits_near_zero() -> None:
     log_ratio = torch.tensor([1e-3, -1e-3])
     expected = torch.expm1(-log_ratio.double()) + log_ratio.double()
     torch.testing.assert_close(KL_ESTIMATORS["k3"](log_ratio).double(), expected, rtol=5e-4, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("kl", "factor"), [(0.1, 1.0), (0.11, 1.01), (0.09, 0.99), (9.0, 1.02), (-3.0, 0.98), (math.nan, 1), (math.inf, 1)]
-)
-def test_the_coefficient_follows_the_relative_error_within_20_percent(kl: float, factor: float) -> None:
-    found = adapt_kl_coef(0.5, kl, target=0.1, num_samples=256, horizon=2560)
-    assert found == pytest.approx(0.5 * factor, rel=1e-12)
-
-
-def test_the_coefficient_converges_to_the_target_kl() -> None:
-    coef = 0.01
-    for _ in range(400):
-        coef = adapt_kl_coef(
-            coef, 0.3 / coef, target=0.1, num_samples=10, horizon=50
-        )  # a KL that falls as it is penalized
-    assert coef == pytest.approx(3.0, rel=1e-3)

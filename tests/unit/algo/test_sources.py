@@ -6,17 +6,17 @@ import pytest
 
 from fsdptrain.algo import kl
 from fsdptrain.algo.advantages import ADVANTAGES
-from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_samples, whiten_tokens
+from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS
-from fsdptrain.algo.kl import KL_ESTIMATORS, adapt_kl_coef
+from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
-from fsdptrain.algo.shaping import length, overlong
+from fsdptrain.algo.shaping import overlong
 from fsdptrain.algo.weights import AGGREGATIONS
 
 SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|[A-Z]\w+ \d{4}|prime-rl")
 TEXTBOOK = {"sft", "sequence_sum", "none"}  # negative log-likelihood; REINFORCE as derived; 0
-SCALES = (divide_by_batch_std, whiten_samples, whiten_tokens, adapt_kl_coef, length, overlong, off_policy_sequences)
+SCALES = (divide_by_batch_std, whiten_tokens, overlong, off_policy_sequences)
 TABLES = {**LOSSES, **ADVANTAGES, **AGGREGATIONS, **{function.__name__: function for function in SCALES}}
 
 

@@ -1,21 +1,19 @@
 """An algorithm is a preset: consistent by itself, weaker than a recipe or a flag, and visible."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD
+from fsdptrain.algo.advantages import ADVANTAGES
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, Config, load_recipe, resolve, to_yaml
-from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, PRESETS
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, PRESETS
 from fsdptrain.errors import ConfigError
-from fsdptrain.trainer.rules import loss_config
-from fsdptrain.types import LossConfig
 
 MODEL = ["--hf-checkpoint", "x"]
 
@@ -24,7 +22,6 @@ MODEL = ["--hf-checkpoint", "x"]
     ("field", "table"),
     [
         ("algorithm", PRESETS),
-        ("multi_reward", MULTI_REWARD),
         ("loss_aggregation", AGGREGATIONS),
         ("kl_loss_type", KL_ESTIMATORS),
         ("kl_reward_type", KL_ESTIMATORS),
@@ -53,8 +50,7 @@ def test_every_loss_says_what_it_reads():
     assert set(LOSS_OPTIONS) == set(LOSSES)
     assert {preset.loss for preset in PRESETS.values()} == set(LOSSES)
     assert all(name in AlgorithmConfig.model_fields["loss"].description for name in LOSSES)
-    known = {field.name for field in fields(LossConfig)}
-    assert set(LOSS_FIELDS) <= known
+    assert set(LOSS_FIELDS) <= set(AlgorithmConfig.model_fields)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -76,7 +72,6 @@ def test_every_algorithm_is_a_configuration_that_can_be_written_and_read(name, o
 
 def test_defaults_of_the_section_are_the_preset_of_the_default_algorithm():
     assert Config(hf_checkpoint="x").algorithm == AlgorithmConfig()
-    assert loss_config(AlgorithmConfig()) == LossConfig()
 
 
 def test_a_recipe_and_a_flag_win_over_the_preset(tmp_path: Path):
@@ -131,17 +126,16 @@ def test_a_recipe_of_another_loss_gives_way_to_a_flag(tmp_path: Path):
 
 
 def test_bounds_of_a_correction_are_those_of_its_kind():
-    for kind, correction in CORRECTIONS.items():
-        config = loss_config(AlgorithmConfig(mismatch_correction=kind))
-        assert (config.mismatch_low, config.mismatch_high) == (correction.low, correction.high)
-        assert correction.low <= 1 <= correction.high
-    given = loss_config(AlgorithmConfig(mismatch_correction="tis", mismatch_low=0.0, mismatch_high=9.0))
-    assert (given.mismatch_low, given.mismatch_high) == (0.0, 9.0)
+    assert set(MISMATCH_BOUNDS) == set(CORRECTIONS)
+    for kind, (low, high) in MISMATCH_BOUNDS.items():
+        assert AlgorithmConfig(mismatch_correction=kind).mismatch_bounds == (low, high)
+        assert low <= 1 <= high
+    assert AlgorithmConfig(mismatch_correction="mis", mismatch_low=0.0, mismatch_high=9.0).mismatch_bounds == (0.0, 9.0)
 
 
 def test_the_upper_clip_follows_the_lower_one():
-    config = loss_config(Config(hf_checkpoint="x", algorithm="gmpo").algorithm)
-    assert (config.eps_clip, config.eps_clip_high) == (0.4, 0.4)
+    assert AlgorithmConfig(eps_clip=0.4).clip_high == 0.4
+    assert AlgorithmConfig(eps_clip=0.4, eps_clip_high=0.3).clip_high == 0.3
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,6 @@ COMPUTED = """
 --opd-teacher y --tensor-parallel-size 2 | --opd-teacher; --tensor-parallel-size | --opd-teacher http://127.0.0.1:8000
 --opd-teacher http://127.0.0.1:8000 --rollout-temperature 0.7 | --opd-teacher; --rollout-temperature 0.7 | --rollout-temperature 1.0
 --opd-teacher http://127.0.0.1:8000 --opd-loss jsd | --opd-teacher; --opd-top-k | --opd-top-k 8
---opd-teacher self | --opd-teacher self; --opd-teacher-prompt | --opd-teacher-prompt '{label}'
---opd-teacher y --opd-teacher-prompt '{x}' | --opd-teacher-prompt; {label} | --opd-teacher-prompt '{label}'
 --opd-teacher y --opd-loss jsd --epochs-per-rollout 2 | --opd-loss jsd; --epochs-per-rollout 2 | --epochs-per-rollout 1
 --hf-checkpoint '' | --hf-checkpoint; Qwen/Qwen3-4B | --hf-checkpoint x
 --fp16 --bf16 | --fp16; --no-bf16 | --no-bf16
@@ -152,8 +150,6 @@ COMPUTED = """
 --n-samples-per-prompt 1 | --n-samples-per-prompt; at least 2 | --n-samples-per-prompt 2
 --n-samples-per-prompt 1 | --n-samples-per-prompt | --advantage-estimator my.advantages:baseline
 --ref-update-interval 1 --kl-loss-coef 0.1 | --ref-update-interval 1; KL divergence 0; --global-batch-size below 256 | --ref-update-interval 2
---kl-horizon 100 --kl-loss-coef 0.1 --kl-target 0.1 | --kl-horizon 100; 256 samples; 10000 is usual | --kl-horizon 256
---kl-target 0.1 --kl-loss-coef 0.1 --kl-reward-coef 0.2 | --kl-target 0.1; --kl-loss-coef 0.1; --kl-reward-coef 0.2; choose one | --kl-loss-coef 0.0
 --mismatch-rejection seq_mean_k3 | --mismatch-rejection-max; 0.01 | --mismatch-rejection-max 0.01
 --algorithm prime_rl --mismatch-rejection token_k1 --mismatch-rejection-max 0.1 | --mismatch-rejection; prime_rl | --algorithm grpo
 --eps-clip-high 0.28 | --eps-clip-high; --global-batch-size below 256 | --global-batch-size 64
@@ -175,10 +171,6 @@ COMPUTED = """
 --loss sft | --loss sft; --algorithm sft | --loss my.losses:mine
 --algorithm sft --loss grpo | --loss; --algorithm sft | --loss my.losses:mine
 --advantage-estimator grppo | --advantage-estimator; 'grppo'; did you mean 'grpo'; package.module:function | --advantage-estimator my.advantages:mine
---multi-reward normalize_then_sum | --multi-reward; one reward | --reward math=0.9 format=0.1
---multi-reward normalize_then_sum | --multi-reward; one reward | --length-penalty 0.1
---multi-reward normalize_then_sum --reward math format --algorithm dr_grpo | --multi-reward normalize_then_sum; --advantage-estimator dr_grpo; --advantage-scale group | --advantage-scale group
---multi-reward normalize_then_sum --reward math format --advantage-scale batch | --multi-reward normalize_then_sum; --advantage-scale batch | --advantage-estimator a.b:c --advantage-scale auto
 --overlong-penalty 1.0 --overlong-buffer 4096 | --overlong-buffer 4096; --rollout-max-response-len 2048 | --overlong-buffer 2048
 --router-replay scoring | --router-replay; --router-replay rollout | --global-batch-size 64
 --router-replay scoring | --router-replay | --kl-reward-coef 0.1

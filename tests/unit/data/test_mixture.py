@@ -113,12 +113,7 @@ def test_sources_have_short_names(specs: list[str], names: list[str]) -> None:
             {"prompt_data": ["a.jsonl=0.7"]},
             "--prompt-data a.jsonl=0.7: a weight has no effect on one source: remove =0.7",
         ),
-        ({"prompt_data": ["a=1", "b=1"], "curriculum": "pass_rate"}, "--curriculum pass_rate needs one source"),
         ({"prompt_data": ["a=1", "environment=1"], "environment": "x:y"}, "--prompt-data environment cannot be mixed"),
-        (
-            {"prompt_data": "a", "prompt_data_streaming": True, "curriculum": "pass_rate"},
-            "--prompt-data-streaming does not work with --curriculum pass_rate",
-        ),
     ],
 )
 def test_weights_and_options_that_do_not_fit_are_one_line(values: dict[str, Any], message: str) -> None:

@@ -108,7 +108,7 @@ def test_rows_are_read_as_they_are_needed(tokenizer: Any) -> None:
     data = data_of("x")
     prompts = StreamedPrompts(
         RowStream(table, row_reader({"prompt": "", "label": 0}, data, where=""), "x"), tokenizer,
-        data=data, rollout=RolloutConfig(),
+        data=data, rollout=RolloutConfig(), block_size=4,
     )  # fmt: skip
     prompts.next(6)
     assert len(read) <= 8 + 1

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.tools.report.curves import draw_curves, make_figure, short, smooth
-from fsdptrain.tools.report.report import report_rows, title
-from fsdptrain.tools.report.timeline import read_bars
+from fsdptrain.tools.report.report import print_report, report_rows, title
 
 GRPO = [
     {"step": 0, "eval/heldout/accuracy": 0.25, "eval/heldout_greedy/accuracy": 0.5},
@@ -44,20 +42,12 @@ def test_a_run_without_a_reward_reports_its_lowest_loss(tmp_path):
 
 def test_a_run_with_selection_reports_all_groups_and_the_kept_share(tmp_path):
     steps = [{**row, "selection/reward_mean": 0.1, "selection/kept_fraction": 0.5} for row in GRPO[1:3]]
-    steps[-1] |= {"selection/reward_mean": 0.9, "curriculum/mean_pass_rate": 0.75}
+    steps[-1] |= {"selection/reward_mean": 0.9}
     run = write(tmp_path, steps)
     rows = {row.label: row for row in report_rows(run)}
     assert rows["reward"].last == (2, 0.875)
     assert rows["reward, including dropped groups"].best == (2, 0.9)
     assert rows["share of groups kept"].best is None
-    assert rows["pass rate of prompts"].last == (2, 0.75)
-    figure = make_figure(run)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "Reward of the rollouts",
-        "Length of a completion [tokens]",
-        "Share of groups kept",
-    ]
-    assert list(figure.axes[0].lines[0].get_ydata()) == [0.1, 0.9]
 
 
 def test_an_unfinished_line_is_ignored(tmp_path):
@@ -73,8 +63,6 @@ def test_a_folder_without_steps_is_one_line(tmp_path, rows):
         write(tmp_path, rows)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         report_rows(tmp_path)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
-        make_figure(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -89,50 +77,19 @@ def test_a_folder_without_steps_is_one_line(tmp_path, rows):
         ("config.yaml", "[algorithm]"),
         ("config.yaml", "algorithm: grpo"),
         ("config.yaml", "\udcff"),
-        ("timeline.jsonl", '{"step": 1}\n'),
-        ("timeline.jsonl", '{"step": 1, "stage": [], "rollout": 1, "begin": 0, "end": 1}\n'),
-        ("timeline.jsonl", '{"step": 1, "stage": "train", "rollout": "1", "begin": 0, "end": 1}\n'),
     ],
 )
 def test_a_broken_file_of_a_run_is_one_line_with_its_name(tmp_path, name, content):
     run = write(tmp_path, GRPO)
     (run / name).write_text(content, errors="surrogateescape")
     with pytest.raises(ConfigError, match=name) as caught:
-        make_figure(run)
-        read_bars(run)
+        print_report(run)
     assert "\n" not in str(caught.value)
 
 
-def test_the_figure_has_a_title_and_changes(tmp_path):
+def test_the_title_names_algorithm_model_and_data(tmp_path):
     run = write(tmp_path, GRPO)
     (run / "config.yaml").write_text(
         "algorithm: {algorithm: grpo}\nmodel: {hf_checkpoint: Qwen/Qwen3-4B}\ndata: {prompt_data: rows.jsonl}\n"
     )
-    figure = make_figure(run)
-    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert figure.get_suptitle() == title(run) == "grpo of Qwen/Qwen3-4B on rows.jsonl"
-    assert len(figure.axes) == 3
-    assert "sampled 0.25 → 0.625" in texts
-    assert "greedy 0.5 → 0.996" in texts
-    assert {axes.get_xlim() for axes in figure.axes} == {(-0.03 * 4, 1.03 * 4)}
-    assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
-
-
-def test_the_figure_of_a_supervised_run_is_its_loss(tmp_path):
-    run = write(tmp_path, [{"step": 1, "loss/total": 4.0}, {"step": 2, "loss/total": 0.5}])
-    assert [axes.get_title(loc="left") for axes in make_figure(run).axes] == ["Loss"]
-    assert draw_curves(run, tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_figure_that_cannot_be_written_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be written"):
-        draw_curves(write(tmp_path, GRPO), tmp_path / "nowhere" / "curves.png")
-
-
-def test_smoothing_uses_past_values_only():
-    assert smooth([0.0, 2.0, 4.0, 6.0], window=2) == [0.0, 1.0, 3.0, 5.0]
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.996, "0.996"), (18.62, "18.6"), (0.25, "0.25")])
-def test_numbers_are_short_and_not_rounded_to_one(value, text):
-    assert short(value) == text
+    assert title(run) == "grpo of Qwen/Qwen3-4B on rows.jsonl"

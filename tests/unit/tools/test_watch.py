@@ -25,7 +25,6 @@ def log_steps(folder, steps, *, resumed_step=None, value=0.0):
     for step in steps:
         logger.log({"reward/mean": value + step}, step)
         logger.log_samples([{"set": "train", "response": f"{value} of {step}"}], step)
-        logger.log_timeline([{"stage": "train", "rollout": step, "begin": step + 0.25, "end": step + 0.75}], step)
     logger.close()
 
 
@@ -65,12 +64,11 @@ def test_a_tail_of_a_large_file_begins_at_a_line_near_its_end(tmp_path):
 def test_a_page_gets_what_is_new(tmp_path):
     run = RunData(tmp_path, "a")
     first = payload(run)
-    assert (first["step"], first["samples"], first["bars"]) == (None, [], [])
+    assert (first["step"], first["samples"]) == (None, [])
     log_steps(tmp_path, [1, 2])
     second = payload(run, first["cursor"])
     assert second["curves"]["reward/mean"] == {"x": [1, 2], "y": [1, 2]}
     assert responses(second) == ["0.0 of 1", "0.0 of 2"]
-    assert [bar[:4] for bar in second["bars"]] == [("train", 1, 0.0, 0.5), ("train", 2, 1.0, 1.5)]
     assert payload(run, second["cursor"]) == {"cursor": second["cursor"]}
     log_steps(tmp_path, [3], resumed_step=2)
     third = payload(run, second["cursor"])

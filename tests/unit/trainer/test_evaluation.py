@@ -1,4 +1,4 @@
-"""Evaluations use --pass-threshold, as the curriculum does."""
+"""Evaluations use --pass-threshold."""
 
 import pytest
 

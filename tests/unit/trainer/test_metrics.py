@@ -1,7 +1,6 @@
 """Metrics of a rollout, and of several optimizer steps as one record."""
 
 from fsdptrain import platform
-from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
 from fsdptrain.rewards.results import RewardResult, RewardResults
 from fsdptrain.trainer.metrics import RewardNames, mean_metrics, sample_metrics
 from fsdptrain.trainer.samples.source import RolloutBatch
@@ -16,9 +15,8 @@ def test_reward_metrics_include_unscored_samples_of_all_groups() -> None:
     results = RewardResults(
         [RewardResult(0.0), RewardResult(1.0), RewardResult(None), RewardResult(None)], 2, "no reason"
     )
-    rule = AdvantageRule(ADVANTAGES["grpo"], "group")
     with platform.process_group(60):
-        metrics = sample_metrics(RolloutBatch(kept, results=results), RewardNames(), rule)
+        metrics = sample_metrics(RolloutBatch(kept, results=results), RewardNames())
     assert (metrics["reward/mean"], metrics["reward/math"]) == (0.5, 0.5)
     assert metrics["reward/unscored_fraction"] == 0.5
 

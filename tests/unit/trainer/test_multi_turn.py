@@ -18,10 +18,10 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.functions import environment as environment_reward
 from fsdptrain.rewards.functions import exact
 from fsdptrain.threads import StepThreads
+from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn, prompt_seed
 from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
-from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
 from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, tiny_tokenizer

@@ -22,7 +22,6 @@ function draw() {
   document.title = `${runs.map((run) => run.name).join(", ")} · fsdptrain`;
   drawCharts();
   if (!byId("metrics-menu").open) fillMetricsMenu();
-  drawTimeline();
   drawSamples();
 }
 
@@ -86,7 +85,6 @@ function connect() {
   change("smoothing", "smoothing", drawCharts);
   change("axis", "axis", drawCharts);
   change("color", "samples-color", drawSamples);
-  for (const id of ["timeline-run", "timeline-rollouts"]) byId(id).oninput = drawTimeline;
   for (const id of ["samples-run", "samples-set", "samples-order", "samples-search"]) {
     byId(id).oninput = () => {
       shownCount = PAGE_SIZE;
