@@ -2,7 +2,7 @@
 that computes them; the other metrics are those of the samples that are left.
 
 Plan, exchange, pack, score and train as the trainer does it, with prefix sharing, with and without
---skip-zero-advantage.
+samples without an advantage.
 """
 
 from collections.abc import Callable

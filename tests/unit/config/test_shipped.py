@@ -1,6 +1,5 @@
 """Recipes by name, and the header that lists them."""
 
-
 import pytest
 
 from fsdptrain.config import load_recipe
