@@ -115,7 +115,7 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(tmp_path):
     assert yaml.safe_load(done.stdout)["optim"]["lr"] == 2e-6
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["cpu_offload:", "true", "#", "flag"] in lines
-    assert ["prefetch:", "true", "#", "default"] in lines
+    assert ["reshard_after_forward:", "true", "#", "default"] in lines
     assert "\x1b" not in done.stdout
     (tmp_path / "r.yaml").write_text(done.stdout)
     assert load_recipe(tmp_path / "r.yaml") == Config(hf_checkpoint="Qwen/Qwen3-4B", fsdp_cpu_offload=True, lr=2e-6)
