@@ -1,4 +1,4 @@
-"""Commands, flags and error lines of README and guides exist. What the snippets do: tests/e2e/test_guides.py."""
+"""Commands, flags and error lines of the guides exist. What the snippets do: tests/e2e/test_guides.py."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from fsdptrain.config import resolve
 from fsdptrain.config.keys import all_keys
 
 ROOT = Path(__file__).parents[2]
-DOCS, README = ROOT / "docs", ROOT / "README.md"
+DOCS = ROOT / "docs"
 NAMES = ("get_started", "tutorial_*", "guide_*", "agents", "distillation", "evaluation", "sft")
 GUIDES = sorted(path for name in NAMES for path in DOCS.glob(f"{name}.md"))
 OTHERS = ["coming_from_trl.md", "coming_from_verl.md", "coming_from_prime_rl.md"]
@@ -34,17 +34,14 @@ def commands(page: Path) -> list[str]:
     return [line[found.end() :].strip() for line in indented_commands(page) if (found := begin.match(line))]
 
 
-ALL_COMMANDS = [(page.name, line) for page in [README, *GUIDES, *map(DOCS.joinpath, OTHERS)] for line in commands(page)]
+README = ROOT / "README.md"
+PAGES = [README, *GUIDES, *map(DOCS.joinpath, OTHERS)]
+ALL_COMMANDS = [(page.name, line) for page in PAGES for line in commands(page)]
 
 
 def test_there_are_commands() -> None:
     assert len(ALL_COMMANDS) > 40
     assert {page for page, _ in ALL_COMMANDS} >= {page.name for page in GUIDES}
-
-
-def test_no_command_of_the_readme_is_expanded_by_a_shell() -> None:
-    """`?` and `*` outside quotes stop zsh with `no matches found`."""
-    assert [line for line in commands(README) if set("?*[") & set(re.sub(r"'[^']*'", "", line))] == []
 
 
 @pytest.mark.parametrize(("page", "line"), ALL_COMMANDS)
@@ -55,6 +52,12 @@ def test_a_command_of_a_guide_is_accepted(page: str, line: str, monkeypatch: pyt
     if line.startswith("--") and ELLIPSIS not in line and is_here(line):
         monkeypatch.chdir(ROOT)
         assert resolve(shlex.split(line)).config.model.hf_checkpoint
+
+
+def test_no_command_of_the_readme_is_expanded_by_a_shell() -> None:
+    """`?` and `*` outside quotes stop zsh with `no matches found`."""
+    for line in commands(README):
+        assert not set("?*[") & set(re.sub(r"'[^']*'", "", line)), line
 
 
 def is_here(line: str) -> bool:

@@ -28,12 +28,12 @@ JOINED = {
     "source/<>/<>": {"source/<>/samples", "source/<>/tokens"},
 }
 NO_METRICS = {
+    "<>/<>": "paths of files in fsdp/shard_files.py",
     "eval/<>": "a prefix of <>/loss and <>/perplexity",
     "moe/choices": "a key of LogProbs.extras",
     "moe/router_loss": "a key of LogProbs.extras",
     "mismatch/_w_mean": "replaced by mismatch/ess",
     "mismatch/_w2_mean": "replaced by mismatch/ess",
-    "<>/<>": "the id of a prompt of one of several sources",
     "<>/samples": "a sum that source metrics are made of",
     "<>/tokens": "a sum that source metrics are made of",
     "<>/scored": "a sum that source metrics are made of",
