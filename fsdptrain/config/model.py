@@ -94,7 +94,7 @@ class FsdpConfig(Section):
     """Gather the next layer's parameters while the current layer computes."""
 
 
-OPTIMIZERS = ["adamw", "muon", "adamw8bit", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
+OPTIMIZERS = ["adamw", "muon", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
 _OF_MUON = Requires("optimizer=muon")
 _NO_SGD = IdleWith("optimizer=sgd")
 
@@ -106,7 +106,7 @@ class OptimConfig(Section):
     ON_RESUME = TUNING
 
     optimizer: Annotated[str, FSDP_ONLY, REFUSED] = "adamw"
-    """adamw, muon, adamw8bit, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
+    """adamw, muon, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
     See docs/optimizers.md."""
     lr: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
@@ -171,11 +171,6 @@ class OptimConfig(Section):
         if self.optimizer == "muon" and config.ranks_along("tensor") > 1:
             yield (
                 "--optimizer muon does not work with --tensor-parallel-size, which divides its matrices once more: "
-                "leave one of them out"
-            )
-        if self.optimizer == "adamw8bit" and config.fsdp.cpu_offload:
-            yield (
-                "--optimizer adamw8bit does not work with --fsdp-cpu-offload, where its state would be on the host: "
                 "leave one of them out"
             )
         if self.min_lr > self.lr:
