@@ -148,11 +148,7 @@ class OptimConfig(Section):
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
-    """Keep only the optimizer state in host memory."""
-    offload_optimizer_step: Annotated[Literal["host", "device"], NEUTRAL, Requires("offload_optimizer"), FSDP_ONLY] = (
-        "host"
-    )
-    """Where --offload-optimizer runs steps. `host`: transfers gradients and weights. `device`: transfers the state."""
+    """Keep only the optimizer state in host memory, and run steps there."""
     max_skipped_steps: Annotated[int, NEUTRAL] = Field(default=10, ge=0)
     """Stop after this many optimizer steps were skipped because of non-finite gradients."""
 

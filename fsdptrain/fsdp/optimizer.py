@@ -312,4 +312,4 @@ def _host_adam(optimizer: torch.optim.Optimizer, config: OptimConfig) -> "HostAd
     from fsdptrain.fsdp.host_adam import HostAdam
 
     assert isinstance(optimizer, torch.optim.AdamW), "the configuration refuses other optimizers"
-    return HostAdam(optimizer, on=config.offload_optimizer_step)
+    return HostAdam(optimizer)

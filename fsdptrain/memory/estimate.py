@@ -43,7 +43,7 @@ _CHANGES: tuple[Mapping[str, Any], ...] = (  # single changes that take less mem
     {"gradient_checkpointing": True, "gradient_checkpointing_kind": "full", "gradient_checkpointing_every": 1},
     {"offload_activations": True},
     {"offload_train": True},
-    {"offload_optimizer": False, "offload_optimizer_step": "host", "offload_train": False, "fsdp_cpu_offload": True},
+    {"offload_optimizer": False, "offload_train": False, "fsdp_cpu_offload": True},
     {"fsdp_cpu_offload": False},
 )
 
