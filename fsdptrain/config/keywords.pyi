@@ -135,7 +135,6 @@ class Keywords(TypedDict, total=False):
     sgd_momentum: float
     muon_lr: float | None
     muon_momentum: float
-    muon_adjust_lr: Literal["match_rms_adamw", "original"]
     clip_grad: float
     offload_optimizer: bool
     max_skipped_steps: int

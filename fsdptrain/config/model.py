@@ -142,9 +142,6 @@ class OptimConfig(Section):
     """Peak learning rate of the matrices with --optimizer muon, with the schedule of --lr. Default: --lr."""
     muon_momentum: Annotated[float, _OF_MUON, FSDP_ONLY] = Field(default=0.95, ge=0.0, lt=1.0)
     """Momentum of --optimizer muon (Nesterov)."""
-    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _OF_MUON, FSDP_ONLY] = "match_rms_adamw"
-    """Scale of the updates of a matrix. `match_rms_adamw`: 0.2 sqrt(max(out, in)), the size of AdamW's updates, so that
-    its learning rates fit. `original`: sqrt(max(1, rows / columns)) of the stored weight, [out, in] in most models."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
