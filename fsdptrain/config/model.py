@@ -92,7 +92,7 @@ class FsdpConfig(Section):
     """Free each layer's gathered parameters after its forward pass. Off: faster, more memory."""
 
 
-OPTIMIZERS = ["adamw", "muon", "adamw8bit", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
+OPTIMIZERS = ["adamw", "muon", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
 _OF_MUON = Requires("optimizer=muon")
 _NO_SGD = IdleWith("optimizer=sgd")
 
@@ -104,7 +104,7 @@ class OptimConfig(Section):
     ON_RESUME = TUNING
 
     optimizer: Annotated[str, FSDP_ONLY, REFUSED] = "adamw"
-    """adamw, muon, adamw8bit, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
+    """adamw, muon, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
     See docs/optimizers.md."""
     lr: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
@@ -141,7 +141,7 @@ class OptimConfig(Section):
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
-    """Keep only the optimizer state in host memory."""
+    """Keep only the optimizer state in host memory, and run steps there."""
 
     def for_export(self) -> Self:
         return type(self)(optimizer="sgd")  # has no state
@@ -158,11 +158,6 @@ class OptimConfig(Section):
         if self.optimizer == "muon" and config.ranks_along("tensor") > 1:
             yield (
                 "--optimizer muon does not work with --tensor-parallel-size, which divides its matrices once more: "
-                "leave one of them out"
-            )
-        if self.optimizer == "adamw8bit" and config.fsdp.cpu_offload:
-            yield (
-                "--optimizer adamw8bit does not work with --fsdp-cpu-offload, where its state would be on the host: "
                 "leave one of them out"
             )
         if self.min_lr > self.lr:

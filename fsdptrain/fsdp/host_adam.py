@@ -1,7 +1,7 @@
 """AdamW with moments on the host, while weights and gradients stay where they are.
 
-Copies weights and gradients to the host piece by piece, steps there, and copies the weights back. The fused kernel is
-that of a step on the host, so the weights are bitwise equal. The next piece is copied while the current one is stepped.
+Weights and gradients are copied to the host piece by piece, stepped there by the same fused kernel, and the weights are
+copied back. The next piece is copied while the current one is stepped.
 """
 
 from collections.abc import Iterator
@@ -42,9 +42,8 @@ class HostAdam:
     """Runs the steps of an AdamW with its state on the host. `adam` keeps the options and the state."""
 
     def __init__(self, adam: torch.optim.AdamW) -> None:
-        device = local_shard(adam.param_groups[0]["params"][0]).device
         self._adam = adam
-        self._transfers = Transfers(device)
+        self._transfers = Transfers(local_shard(adam.param_groups[0]["params"][0]).device)
         self._grad_scale: Tensor | None = None
 
     @torch.no_grad()
@@ -53,17 +52,18 @@ class HostAdam:
         divisor = getattr(self._adam, "grad_scale", None)  # of clipping
         self._grad_scale = None if divisor is None else divisor.cpu()
         pieces = list(self._pieces())
-        slots = [self._slot(pieces) for _ in range(_SLOTS)]
+        size = max((piece.weights.nbytes for piece in pieces), default=0)
+        slots = [(self._transfers.host_buffer(size), self._transfers.host_buffer(size)) for _ in range(_SLOTS)]
         begun = [self._fetch(piece, slot) for piece, slot in zip(pieces[:1], slots, strict=False)]
         for i, piece in enumerate(pieces):
             if i + 1 < len(pieces):
                 begun.append(self._fetch(pieces[i + 1], slots[(i + 1) % _SLOTS]))
-            moved, mark = begun[i]
+            (weights, gradients), mark = begun[i]
             self._transfers.finish(mark)
             self._transfers.wait(mark)
-            self._compute(piece, moved)
+            self._compute(piece, weights, gradients)
             with self._transfers.queued():
-                piece.weights.copy_(moved[0], non_blocking=True)
+                piece.weights.copy_(weights, non_blocking=True)
         self._transfers.wait(self._transfers.mark())
         self._transfers.finish()
         for p, state in self._adam.state.items():
@@ -81,11 +81,6 @@ class HostAdam:
                     if w.numel():
                         yield _Piece(w, g, (m, v), state["step"], group)
 
-    def _slot(self, pieces: list[_Piece]) -> tuple[Tensor, Tensor]:
-        """Allocate two buffers for the largest piece. They are freed after the step."""
-        size = max((piece.weights.nbytes for piece in pieces), default=0)
-        return self._transfers.host_buffer(size), self._transfers.host_buffer(size)
-
     def _fetch(self, piece: _Piece, slot: tuple[Tensor, Tensor]) -> tuple[list[Tensor], torch.Event | None]:
         """Start copying a piece into a slot. Returns (copies, event of their completion).
 
@@ -98,12 +93,11 @@ class HostAdam:
                 target.copy_(source, non_blocking=True)
         return arriving, self._transfers.mark()
 
-    def _compute(self, piece: _Piece, moved: list[Tensor]) -> None:
-        weights, gradients = moved
+    def _compute(self, piece: _Piece, weights: Tensor, gradients: Tensor) -> None:
         first, second = piece.moments
         beta1, beta2 = piece.group["betas"]
         # per piece: the kernel increments it
-        step = torch.full((), piece.step.item(), dtype=torch.float32, device=weights.device)
+        step = torch.full((), piece.step.item(), dtype=torch.float32)
         adamw(
             *([weights], [gradients], [first], [second], [], [step]),
             fused=piece.group["fused"],

@@ -3,7 +3,8 @@ https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982).
 
     B <- m B + (1 - m) G,   U = (1 - m) G + m B,   W <- (1 - lr wd) W - lr s O,   O = orthogonalized U
 
-with m = 0.95 and s = 0.2 sqrt(max(out, in)). Numbers are those of torch.optim.Muon.
+with m = 0.95 and s = 0.2 sqrt(max(out, in)), the size of AdamW's updates (Liu et al.), so that its learning
+rates fit. Numbers are those of torch.optim.Muon.
 Momentum and weight decay are local to a shard. For O, the ranks of a shard group take one matrix each: an all-to-all
 brings all shards of U to it in bfloat16, and another one returns the shards of O. At its peak a rank holds about six
 copies in bfloat16 of its largest matrix, or of its experts of a stack [E, ., .], which are orthogonalized together; the
@@ -67,9 +68,9 @@ class Muon(Optimizer):
         for group in self._matrices:
             params = [p for p in group["params"] if p.grad is not None]
             for p, direction in _orthogonalized(params, self._update):
-                local = local_shard(p)
+                local, scale = local_shard(p), 0.2 * math.sqrt(max(p.shape[-2:]))
                 local.mul_(1 - group["lr"] * group["weight_decay"])
-                local.add_(direction.to(local.device), alpha=-group["lr"] * self._scale_of(p.shape))
+                local.add_(direction.to(local.device), alpha=-group["lr"] * scale)
         if self._adam is not None:
             self._adam.step()
 
@@ -79,9 +80,6 @@ class Muon(Optimizer):
         gradient, buffer = local_shard(p.grad), local_shard(self.state[p]["momentum_buffer"])
         buffer.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(buffer, MOMENTUM).to(platform.local_device(), torch.bfloat16)
-
-    def _scale_of(self, shape: torch.Size) -> float:
-        return 0.2 * math.sqrt(max(shape[-2:]))  # the size of AdamW's updates, so that its learning rates fit
 
 
 def orthogonalize(update: Tensor) -> Tensor:

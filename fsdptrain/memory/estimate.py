@@ -256,8 +256,6 @@ class Shapes:
             return (MASTER_BYTES,)
         if optimizer == "sgd":
             return (MASTER_BYTES,) if self._config.optim.sgd_momentum > 0 else ()
-        if optimizer == "adamw8bit" and parameter.numel() % 256 == 0 and not self._has_adapter:
-            return (1 + MASTER_BYTES / 256,) * 2
         return (MASTER_BYTES,) * 2
 
 

@@ -120,7 +120,6 @@ COMPUTED = """
 --optimizer adam | --optimizer; 'adamw' | --optimizer adamw
 --optimizer muon --offload-optimizer | --offload-optimizer; --optimizer muon | --optimizer adamw
 --optimizer muon --tensor-parallel-size 2 | --optimizer muon; --tensor-parallel-size | --optimizer adamw
---optimizer adamw8bit --fsdp-cpu-offload | --optimizer adamw8bit; --fsdp-cpu-offload | --no-fsdp-cpu-offload
 --fp8 training training | --fp8 training training; twice | --fp8 training
 --fp8 training --lora-rank 8 | --fp8 training; --lora-rank | --fp8
 --fp8 training --liger | --fp8 training; --liger | --fp8
