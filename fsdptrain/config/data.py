@@ -43,7 +43,7 @@ class DataConfig(Section):
     """Column of a mapping: `prompt.metadata` of rewards and environments. Default: all columns but images."""
     apply_chat_template: bool = True
     """Apply the tokenizer's chat template to prompts. Off: use the text unchanged."""
-    chat_template_kwargs: Annotated[dict[str, bool | int | str], Requires("apply_chat_template")] = Field(default={})
+    chat_template_kwargs: Annotated[dict[str, Any], Requires("apply_chat_template")] = Field(default={})
     """Arguments of the chat template, e.g. `enable_thinking: false`."""
     system_prompt: str = "auto"
     """System message before each prompt; "" for none. `auto`: that of the environment; for reasoning_gym data, an

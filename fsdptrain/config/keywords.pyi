@@ -62,7 +62,7 @@ class Keywords(TypedDict, total=False):
     label_key: str
     metadata_key: str | None
     apply_chat_template: bool
-    chat_template_kwargs: dict[str, bool | int | str]
+    chat_template_kwargs: dict[str, Any]
     system_prompt: str
     eval_prompt_data: str | None
     eval_size: int | None

@@ -1,6 +1,7 @@
 """The training loop: rollouts in, optimizer steps, weights back to the engine."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,10 @@ from fsdptrain.fsdp.shard_files import ShardWrite
 from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
-from fsdptrain.trainer.components import Components, log
+from fsdptrain.trainer.components import Components
 from fsdptrain.trainer.logprobs import LogprobPasses
-from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.profiling import StepProfiler
-from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder
+from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.trainer.shown import TrainedTokens, rows_without_training
 from fsdptrain.trainer.stopping import StopRequest
@@ -36,12 +35,14 @@ from fsdptrain.types import Metrics, Sample
 if TYPE_CHECKING:
     from fsdptrain.trainer.trainer import Trainer
 
+log = logging.getLogger(__name__)
+
 
 class TrainingLoop:
     """An open run. Every method is collective."""
 
-    def __init__(self, folder: RunFolder, components: Components, *, trainer: "Trainer", stop: StopRequest) -> None:
-        config = components.config
+    def __init__(self, components: Components, *, trainer: "Trainer", stop: StopRequest) -> None:
+        config, folder = components.config, components.folder
         self.step = 0  # rollouts that were trained on; also the version of the policy
         self.stopped = ""  # why the run has ended early
         self.stop_signal: int | None = None  # which signal has ended it
@@ -56,8 +57,8 @@ class TrainingLoop:
         self._components = components
         self._source = components.source
         self._backend = components.backend
-        self._engine = components.engine
         self._weight_sync = components.weight_sync
+        self._engine = None if components.weight_sync is None else components.weight_sync.engine
         self._evaluation = components.evaluation
         self._advantages = components.advantages
         self._loss = components.loss
@@ -70,21 +71,8 @@ class TrainingLoop:
         self._rules = PackingRules.of(config, layout=components.backend.layout_probe.layout, features=features)
         self._logprob_passes = LogprobPasses(config, components.backend, features)
         self._profiler = StepProfiler(profiled(config.run.profile_steps), folder.path)
-        self._phases = Phases(
-            components.backend,
-            components.engine,
-            offload=config.sync.offload_train,
-            stacks=components.stacks,
-            patience=0.9 * config.launch.dist_timeout,  # before a collective times out
-        )
-        self._report = Reporter(
-            config,
-            components.loggers,
-            stream=components.stream,
-            speed=components.speed,
-            planned_memory=components.planned_memory,
-        )
-
+        self._phases = components.phases
+        self._report = components.report
         self._resume()
 
     @property

@@ -21,7 +21,7 @@ from fsdptrain.trainer.callbacks import Callback
 from fsdptrain.trainer.components import build_components
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.result import RunResult
-from fsdptrain.trainer.run_dir import EXPORT, open_folder
+from fsdptrain.trainer.run_dir import EXPORT
 from fsdptrain.trainer.run_lock import lock_folder
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics
@@ -197,18 +197,13 @@ class Trainer:
             platform.seed_everything(self.config.run.seed + dist.get_rank())
             platform.set_deterministic(self.config.model.deterministic_mode)
             with lock_folder(self.config), ExitStack() as stack:
-                folder = open_folder(self.config)
-                if self.config.run.push_to_hub is not None:
-                    from fsdptrain.trainer.hub import open_repository
-
-                    open_repository(self.config)
                 with registry.given_objects(self._objects):
                     components = stack.enter_context(
                         build_components(
-                            self.config, folder, reward=self._reward, dataset=self._rows[0], eval_dataset=self._rows[1]
+                            self.config, reward=self._reward, dataset=self._rows[0], eval_dataset=self._rows[1]
                         )
                     )
-                yield TrainingLoop(folder, components, trainer=self, stop=self._stop)
+                yield TrainingLoop(components, trainer=self, stop=self._stop)
 
 
 def _constructor(given: Any, methods: Sequence[str]) -> Any:

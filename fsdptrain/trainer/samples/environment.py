@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fsdptrain import registry
-from fsdptrain.config import Config, EnvironmentConfig
+from fsdptrain.config import EnvironmentConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Environment
 from fsdptrain.types import Prompt, Turn
@@ -71,16 +71,6 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
         if found[method] is not None and not callable(found[method]):
             raise ConfigError(f"{FLAG} {config.environment}: {method} must be a method, got {found[method]!r:.80}")
     return LoadedEnvironment(made, **found)
-
-
-def with_instructions(config: Config, environment: LoadedEnvironment) -> Config:
-    """Add the environment's tools, and its system prompt unless the user set one, to the data section."""
-    changes: dict[str, Any] = {}
-    if environment.system_prompt is not None and config.data.system_prompt == "auto":
-        changes["system_prompt"] = environment.system_prompt
-    if environment.tools:
-        changes["chat_template_kwargs"] = {**config.data.chat_template_kwargs, "tools": list(environment.tools)}
-    return config.model_copy(update={"data": config.data.model_copy(update=changes)})
 
 
 def _make(name: str, kwargs: Mapping[str, Any]) -> Any:

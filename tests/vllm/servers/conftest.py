@@ -140,7 +140,7 @@ def pair(models, alone, tmp_path_factory) -> Iterator[VLLMServerEngine]:
             rollout_max_response_len=400, max_tokens_per_gpu=800, output_dir=str(tmp_path_factory.mktemp("run")),
         )
     )  # fmt: skip
-    make = engine_factory(config.rollout.engine, device_type="cpu")
+    make = engine_factory(config.rollout.engine)
     engine = make(config, checkpoint=models["tied"].first, device=torch.device("cpu"))
     try:
         engine.update_weights(weights_of(models["tied"].first).items(), 0)
