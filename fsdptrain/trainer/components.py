@@ -149,7 +149,9 @@ def build_components(
             weight_sync=weight_sync,
             evaluation=evaluation,
             phases=phases,
-            report=Reporter(config, loggers, stream=data.stream, speed=speed, planned_memory=memory.planned),
+            report=Reporter(
+                config, loggers, stream=data.stream, speed=speed, planned_memory=memory.planned, folder=folder.path
+            ),
         )
 
 
