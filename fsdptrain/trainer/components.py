@@ -38,7 +38,6 @@ from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.resolve import load_environment, open_tokenizer, resolve
 from fsdptrain.trainer.rules import advantage_rule
 from fsdptrain.trainer.run_dir import RunFolder, open_folder
-from fsdptrain.trainer.samples.background import open_background
 from fsdptrain.trainer.samples.build import (
     build_evaluation,
     build_sampler,
@@ -125,9 +124,11 @@ def build_components(
         phases = open_phases(config, folder, backend, engine, stack)
         sampler = evaluation = weight_sync = background = None
         if engine is not None and rewards is not None:
-            background = open_background(
-                config, engine, stack, has_deadlines=environment is not None and environment.is_agent
-            )
+            if config.sync.max_staleness:
+                from fsdptrain.trainer.samples.background import open_background
+
+                has_deadlines = environment is not None and environment.is_agent
+                background = open_background(config, engine, stack, has_deadlines=has_deadlines)
             stack.callback(engine.close)
             weight_sync = build_weight_sync(config, engine, backend)
             sampler = build_sampler(config, tokenizer, engine, rewards, environment)

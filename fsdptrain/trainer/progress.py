@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -11,12 +12,14 @@ from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.fsdp.shard_files import ShardWrite
 from fsdptrain.protocols import TrainBackend
 from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder
 from fsdptrain.types import Metrics
+
+if TYPE_CHECKING:
+    from fsdptrain.fsdp.shard_files import ShardWrite
 
 
 class Progress:
@@ -72,7 +75,7 @@ class Progress:
         self.saved = self.step
         return written
 
-    def _write(self, directory: Path) -> ShardWrite | None:
+    def _write(self, directory: Path) -> "ShardWrite | None":
         shards = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}

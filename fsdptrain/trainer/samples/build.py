@@ -24,13 +24,13 @@ from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.rules import selection_rules, shaping_rule
-from fsdptrain.trainer.samples.background import Background
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
 from fsdptrain.types import Episode, Prompt
 
 if TYPE_CHECKING:
     from fsdptrain.trainer.evaluation import Evaluation
+    from fsdptrain.trainer.samples.background import Background
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
     from fsdptrain.trainer.samples.sft import Builders
     from fsdptrain.trainer.sft_evaluation import LossEvaluation
@@ -137,7 +137,7 @@ def build_source(
     builders: "Builders | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
-    background: Background | None,
+    background: "Background | None",
     features: Features,
 ) -> SampleSource:
     if builders is not None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fsdptrain.data.routes import sample_routes
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import InFlightEngine, RolloutEngine
@@ -126,5 +126,13 @@ def make_sample(prompt: Prompt, completion: Completion, result: RewardResult) ->
         policy_version=completion.policy_version,
         versions=completion.versions and [completion.policy_version] * before + completion.versions,
         truncated=completion.finish_reason == "length",
-        routes=sample_routes([completion.routes], before + after),
+        routes=_routes(completion, before + after),
     )
+
+
+def _routes(completion: Completion, length: int) -> Tensor | None:
+    if completion.routes is None:
+        return None
+    from fsdptrain.data.routes import sample_routes
+
+    return sample_routes([completion.routes], length)
