@@ -106,7 +106,9 @@ def build_components(
         loss = registry.resolve(name, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config"))
         has_environment = environment is not None
         prompt_data = config.data.prompt_data
-        reward = reward or build_reward(config.reward, prompt_data=prompt_data, has_environment=has_environment)
+        reward_function = reward or build_reward(
+            config.reward, prompt_data=prompt_data, has_environment=has_environment
+        )
         advantages = advantage_rule(config)
         data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
         builders = sample_builders(config, tokenizer, data) if config.algorithm.algorithm == "sft" else None
@@ -115,7 +117,7 @@ def build_components(
     of_losses = supervised_evaluation(config, tokenizer, data) if data.supervised else None
     generates = bool(data.prompts) or builders is None
     with ExitStack() as stack:
-        rewards = open_rewards(config, reward, data, environment, stack) if generates else None
+        rewards = open_rewards(config, reward_function, data, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
         memory = MemoryReport(config)
         stack.enter_context(memory.naming_flags())

@@ -12,6 +12,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import check
 from fsdptrain.config.keys import all_keys
+from fsdptrain.config.presets import preset_values
 from fsdptrain.config.rules import NoEffectError
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
@@ -88,12 +89,12 @@ def _thinking_mode(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 def _without_idle(config: Config) -> Config:
     """Reset the options that the chosen engine does not read, so that the written configuration can be read back."""
+    preset = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     while True:
         try:
             check(config)
         except NoEffectError as error:
-            key = all_keys()[error.key]
             log.warning("%s: --rollout-engine auto is %s here", error, config.rollout.engine)
-            config = config.with_values(**{error.key: key.default})
+            config = config.with_values(**{error.key: preset.get(error.key, all_keys()[error.key].default)})
         else:
             return config
