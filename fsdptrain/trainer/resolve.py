@@ -94,6 +94,8 @@ def _without_idle(config: Config) -> Config:
         try:
             check(config)
         except NoEffectError as error:
+            if not error.key:
+                raise
             log.warning("%s: --rollout-engine auto is %s here", error, config.rollout.engine)
             config = config.with_values(**{error.key: preset.get(error.key, all_keys()[error.key].default)})
         else:
