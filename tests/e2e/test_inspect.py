@@ -27,13 +27,10 @@ def test_the_report_for_machines_holds_the_same(tmp_path: Path):
     report = json.loads(result.out)
     assert report["parameters"]["total"] == 30_532_122_624
     assert report["parameters"]["per_rank"] == 30_532_122_624 // 8
-    assert [group["count"] for group in report["groups"]] == [48, 1]
-    assert sum(group["count"] * group["parameters"] for group in report["groups"]) == report["parameters"]["total"]
     assert report["probe"]["layout"] == "packed"
     assert report["probe"]["gradient_difference"] < report["probe"]["tolerance"]
     assert report["fallbacks"] == []
     assert [kernel["used"] for kernel in report["kernels"] if kernel["part"] == "logprobs"] == ["eager"]
-    assert report["dtypes"]["export"] == "bfloat16"
 
 
 def test_with_liger_it_says_what_is_replaced_or_why_nothing_is(tmp_path: Path):
@@ -70,22 +67,6 @@ def test_a_run_warns_of_a_fallback_and_strict_ends_it(tmp_path: Path):
     )
     assert strict.code == 2
     assert "--strict allows no fallback" in strict.err
-
-
-def test_names_and_shapes_are_held_against_the_files(tmp_path: Path):
-    model = save_tiny_checkpoint(tmp_path / "model")
-    fits = inspect(model, tmp_path, "--against-checkpoint")
-    assert fits.code == 0, fits.err
-    assert "the same" in fits.out
-    values = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps({**values, "intermediate_size": 96, "num_hidden_layers": 1, "layer_types": None})
-    )
-    differs = inspect(model, tmp_path, "--against-checkpoint")
-    assert differs.code == 2
-    assert "the files do not fit the model: " in differs.err
-    assert "! unexpected" in differs.out
-    assert "! misfits" in differs.out
 
 
 def test_without_a_config_it_is_one_line(tmp_path: Path):

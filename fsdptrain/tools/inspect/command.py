@@ -3,25 +3,18 @@
 import sys
 from collections.abc import Sequence
 
-from fsdptrain.config.flags import Option, Resolved, asks_for_help, resolve
-from fsdptrain.errors import ConfigError
+from fsdptrain.config.flags import Resolved, asks_for_help, resolve
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, NUM_GPUS, check_machine, print_json, quiet_transformers
 
-INSPECT = {
-    "num_gpus": NUM_GPUS,
-    "json": JSON,
-    "against_checkpoint": Option(
-        "--against-checkpoint", bool, "Compare names and shapes with the checkpoint's files.", False
-    ),
-}
+INSPECT = {"num_gpus": NUM_GPUS, "json": JSON}
 INSPECT_USAGE = """\
-What will run, by config.json alone: modules, layout, kernels, dtypes.
+What will run, by config.json alone: modules, layout, kernels.
 
 Takes any option of a run too; with --strict a fallback ends in exit code 2."""
 
 
 def inspect(argv: Sequence[str]) -> int:
-    """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
+    """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [run flags]`."""
     if asks_for_help(argv):
         from fsdptrain.help_text import print_options
 
@@ -34,8 +27,7 @@ def inspect(argv: Sequence[str]) -> int:
     from fsdptrain.tools.inspect import inspection  # lazy: imports torch
     from fsdptrain.tools.inspect.text import print_inspection
 
-    own = {key: resolved.own[key] for key in ("num_gpus", "against_checkpoint")}
-    found = inspection.inspect_model(resolved.config, **own)
+    found = inspection.inspect_model(resolved.config, num_gpus=resolved.own["num_gpus"])
     if resolved.own["json"]:
         print_json(found.as_dict())
     else:
@@ -45,10 +37,6 @@ def inspect(argv: Sequence[str]) -> int:
 
 
 def _inspect_megatron(resolved: Resolved) -> int:
-    if resolved.own["against_checkpoint"]:
-        raise ConfigError(
-            "--against-checkpoint requires --backend fsdp: a run with --backend megatron checks it at start"
-        )
     from fsdptrain.megatron.inspection import inspect_build  # lazy: imports torch
     from fsdptrain.model.probes.kernels import require_no_fallback
 

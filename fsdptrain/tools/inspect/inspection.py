@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.errors import NumericsError
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
@@ -30,8 +30,6 @@ from fsdptrain.features.prefix_sharing.probe import structural_obstacle
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.estimate import Shapes
 from fsdptrain.model.attention.attention import resolve_attention
-from fsdptrain.model.layer_kinds import layer_kinds
-from fsdptrain.model.loading.files import stored_dtype, weight_files
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers
 from fsdptrain.model.loading.meta import build_meta_model
@@ -45,17 +43,6 @@ from fsdptrain.tools.inspect.module_tree import Part, module_tree
 
 
 @dataclass(frozen=True)
-class Group:
-    """An FSDP group: the parameters that are gathered together."""
-
-    name: str
-    count: int  # number of identical groups
-    parameters: int  # per group
-    per_rank: int  # per group, on the rank with most
-    gathered_bytes: int  # in the compute dtype
-
-
-@dataclass(frozen=True)
 class Inspection:
     """The full report. `refusal` is the reason why the model cannot be trained; `probe` may be None then."""
 
@@ -65,15 +52,12 @@ class Inspection:
     module: str  # module that defines the class
     parts: list[Part]
     parameters: Mapping[str, int]
-    groups: list[Group]
-    head: Mapping[str, Any]
-    dtypes: Mapping[str, str]
+    head: str
     probe: LayoutProbe | None
     refusal: str
     kernels: list[Kernel]
     device_type: str
     overrides: list[Override]  # plug-ins for this device
-    differences: Mapping[str, list[str]] | None  # from the checkpoint files; None: not compared
 
     @property
     def fallbacks(self) -> list[str]:
@@ -83,29 +67,26 @@ class Inspection:
         return {**asdict(self), "fallbacks": self.fallbacks}
 
 
-def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = False) -> Inspection:
-    """Inspect the model of `config`. against_checkpoint: add the differences between it and the safetensors files.
+def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
+    """Inspect the model of `config`.
 
-    Raises CheckpointError if config.json or the files cannot be read, or the model cannot be trained from them.
+    Raises CheckpointError if config.json cannot be read, or the model cannot be trained.
     """
     device_type = platform.device_type()
     overrides = install_overrides(device_type)  # before the probe, which uses them
-    model, path = meta_model(config, with_adapters=True)
+    model, _ = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
     liger = list(_liger(config, model))
     split_plan_of(model, config)
-    shapes = Shapes(model, config, num_gpus)
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
         parts=module_tree(model),
-        parameters=_count(model, shapes),
-        groups=_groups(model, shapes, compute_dtype.itemsize),
+        parameters=_count(model, Shapes(model, config, num_gpus)),
         head=_head(model),
-        dtypes=_dtypes(path, config),
         probe=probe,
         refusal=refusal or next((kernel.reason for kernel in liger if kernel.fell_back), ""),
         kernels=[
@@ -116,15 +97,7 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
         ],
         device_type=device_type,
         overrides=overrides,
-        differences=_differences(config) if against_checkpoint else None,
     )
-
-
-def _differences(config: Config) -> Mapping[str, list[str]]:
-    from fsdptrain.model.loading.compare import compare_names  # private names of transformers: import only if needed
-
-    model, path = meta_model(config)
-    return {name: names for name, names in vars(compare_names(model, path, weight_files(path))).items() if names}
 
 
 def probe_line(config: Config) -> str:
@@ -138,15 +111,9 @@ def probe_line(config: Config) -> str:
 
 
 def raise_problems(report: Inspection, *, strict: bool) -> None:
-    """Raise the error that a run would raise.
-
-    Raises NumericsError, CheckpointError, or, with `strict`, ConfigError for a fallback.
-    """
+    """Raise the error that a run would raise: NumericsError, or, with `strict`, ConfigError for a fallback."""
     if report.refusal:
         raise NumericsError(report.refusal)
-    if report.differences:
-        found = ", ".join(f"{len(names)} {name}" for name, names in report.differences.items())
-        raise CheckpointError(f"--hf-checkpoint {report.checkpoint}: the files do not fit the model: {found}")
     if strict:
         require_no_fallback(report.kernels)
 
@@ -228,48 +195,13 @@ def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:
     }
 
 
-def _groups(model: PreTrainedModel, shapes: Shapes, compute_bytes: int) -> list[Group]:
-    found = []
-    for kind in layer_kinds(model):
-        name = f"{kind.path} {kind.span}"
-        found.append((name, len(kind.indices), list(kind.layer.parameters())))
-    found.append(("embedding, head and other parameters", 1, shapes.outside))
-    return [
-        Group(
-            name,
-            count,
-            sum(p.numel() for p in parameters),
-            sum(map(shapes.shard, parameters)),
-            compute_bytes * sum(map(shapes.gathered_elements, parameters)),
-        )
-        for name, count, parameters in found
-    ]
-
-
-def _head(model: PreTrainedModel) -> dict[str, Any]:
-    head = lm_head(model)
-    transform = head_transform(model.config)
+def _head(model: PreTrainedModel) -> str:
+    """Describe the output layer: its class, size and ties, and the transform of the logits."""
+    head, transform = lm_head(model), head_transform(model.config)
     name = next(name for name, module in model.named_modules() if module is head)
     ties = next(names for names in parameter_names(model) if f"{name}.weight" in names)
-    others = [other for other in ties if other != f"{name}.weight"]
-    return {
-        "class_name": type(head).__name__,
-        "vocab_size": model.config.get_text_config().vocab_size,
-        "bias": any(name == "bias" for name, _ in head.named_parameters()),
-        "tied_to": others[0] if others else "",  # "": not tied
-        "softcap": transform.softcap,
-        "logit_scale": transform.logit_scale,
-    }
-
-
-def _dtypes(path: Path, config: Config) -> dict[str, str]:
-    """Return the dtype of each kind of tensor: stored, gathered, reduced and exported."""
-    lora = config.section(LoraConfig).enabled
-    frozen = {"frozen weights": config.compute_dtype_name} if lora else {}
-    return frozen | {
-        "adapter, gradients, Adam" if lora else "weights, gradients, Adam": "float32",
-        "gathered layers, activations": config.compute_dtype_name,
-        "reduction of gradients": "float32",
-        "logprobs": "float32",
-        "export": stored_dtype(path) or config.compute_dtype_name,
-    }
+    notes = [type(head).__name__, f"vocabulary {model.config.get_text_config().vocab_size}"]
+    notes.append(next((f"tied to {other}" for other in ties if other != f"{name}.weight"), "not tied"))
+    notes += ["with bias"] * any(name == "bias" for name, _ in head.named_parameters())
+    notes += [f"logits x {transform.logit_scale:g}"] * (transform.logit_scale != 1.0)
+    return ", ".join(notes if transform.softcap is None else [*notes, f"softcap {transform.softcap:g}"])
