@@ -127,28 +127,6 @@ def test_responses_are_generated_and_rewarded_if_asked_for(checkpoint, tmp_path)
     assert "--sft-eval-generate needs rows with a prompt and a label" in result.err.strip().splitlines()[-1]
 
 
-def test_the_recipe_trains_on_rows_of_a_file(checkpoint, tmp_path) -> None:
-    argv = [
-        "--recipe",
-        str(RECIPES / "sft_qwen2.5_7b.yaml"),
-        "--prompt-data",
-        write(tmp_path / "r.jsonl", [{"messages": c} for c in CHATS]),
-    ]
-    argv += [
-        "--hf-checkpoint",
-        str(checkpoint),
-        "--eval-size",
-        "2",
-        "--num-rollout",
-        "1",
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    result = command.run(argv, tmp_path / "out")
-    assert result.code == 0, result.err
-    assert trained(metrics_of(tmp_path / "run"))[0]["progress/samples"] == 64
-
-
 def test_the_eval_command_computes_the_loss_of_a_supervised_run(checkpoint, tmp_path) -> None:
     rows = [{"messages": chat} for chat in CHATS]
     argv = flags(checkpoint, tmp_path, rows, num_rollout=1, eval_size=2, keep_last=1)

@@ -109,13 +109,3 @@ def test_rewards_are_reported_by_source(checkpoint: Path, tmp_path: Path) -> Non
     assert sum(counts) == row["progress/samples"]
     assert sum(c * r for c, r in zip(counts, rewards, strict=True)) / sum(counts) == pytest.approx(row["reward/mean"])
     assert "eval/heldout_spell_backward/accuracy" in rows[0]
-
-
-def test_the_recipe_of_two_sources_runs(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--recipe", str(RECIPES / "mixture_qwen3_4b.yaml"), "--hf-checkpoint", str(checkpoint)]
-    argv += ["--num-rollout", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--no-export"]
-    argv += ["--rollout-max-response-len", "4", "--rollout-max-prompt-len", "900", "--max-tokens-per-gpu", "1024"]
-    argv += ["--no-bf16", "--eval-size", "2", "--output-dir", str(tmp_path / "run"), "--log-to", "console"]
-    result = command.run([*argv, "--chat-template-kwargs", "enable_thinking=false"], tmp_path / "out")
-    assert result.code == 0, result.err
-    assert "source/gsm_symbolic/samples" in trained(metrics_of(tmp_path / "run"))[0]
