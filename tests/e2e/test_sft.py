@@ -17,7 +17,6 @@ from tests.e2e import command
 from tests.e2e.command import metrics_of, trained
 from tests.testing import tiny_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 CHATS = [
     [
         {"role": "user", "content": f"say {i}"},
