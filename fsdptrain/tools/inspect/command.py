@@ -1,9 +1,9 @@
 """`fsdptrain inspect`: what would run."""
 
-import sys
 from collections.abc import Sequence
 
-from fsdptrain.config.flags import Resolved, asks_for_help, resolve
+from fsdptrain.config.flags import asks_for_help, resolve
+from fsdptrain.errors import ConfigError
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, NUM_GPUS, check_machine, print_json, quiet_transformers
 
 INSPECT = {"num_gpus": NUM_GPUS, "json": JSON}
@@ -23,7 +23,9 @@ def inspect(argv: Sequence[str]) -> int:
     check_machine({"num_gpus": resolved.own["num_gpus"]})
     quiet_transformers()
     if resolved.config.model.backend == "megatron":
-        return _inspect_megatron(resolved)
+        raise ConfigError(
+            "fsdptrain inspect supports --backend fsdp only: a run with --backend megatron checks its build"
+        )
     from fsdptrain.tools.inspect import inspection  # lazy: imports torch
     from fsdptrain.tools.inspect.text import print_inspection
 
@@ -33,18 +35,4 @@ def inspect(argv: Sequence[str]) -> int:
     else:
         print_inspection(found)
     inspection.raise_problems(found, strict=resolved.config.model.strict)
-    return 0
-
-
-def _inspect_megatron(resolved: Resolved) -> int:
-    from fsdptrain.megatron.inspection import inspect_build  # lazy: imports torch
-    from fsdptrain.model.probes.kernels import require_no_fallback
-
-    found = inspect_build(resolved.config)
-    if resolved.own["json"]:
-        print_json(found.as_dict())
-    else:
-        sys.stdout.write("".join(f"{line}\n" for line in found.lines))
-    if resolved.config.model.strict:
-        require_no_fallback(found.kernels)
     return 0

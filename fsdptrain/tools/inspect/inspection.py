@@ -68,10 +68,7 @@ class Inspection:
 
 
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
-    """Inspect the model of `config`.
-
-    Raises CheckpointError if config.json cannot be read, or the model cannot be trained.
-    """
+    """Inspect the model of `config`. Raises CheckpointError if config.json cannot be read."""
     device_type = platform.device_type()
     overrides = install_overrides(device_type)  # before the probe, which uses them
     model, _ = meta_model(config, with_adapters=True)
@@ -111,7 +108,7 @@ def probe_line(config: Config) -> str:
 
 
 def raise_problems(report: Inspection, *, strict: bool) -> None:
-    """Raise the error that a run would raise: NumericsError, or, with `strict`, ConfigError for a fallback."""
+    """Raise the error that a run would raise: NumericsError or, with `strict`, ConfigError for a fallback."""
     if report.refusal:
         raise NumericsError(report.refusal)
     if strict:

@@ -1,4 +1,4 @@
-"""Which conversions of checkpoint tensors may read slices."""
+"""Which conversions of a checkpoint need whole tensors."""
 
 from pathlib import Path
 from typing import Any
