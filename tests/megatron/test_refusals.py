@@ -140,7 +140,7 @@ def line_of(argv: list[str], folder: Path, **more: Any) -> str:
     return line.removeprefix(OWN)
 
 
-def test_plan_is_for_fsdp_alone(dense: Path, tmp_path: Path) -> None:
+def test_commands_of_fsdp_alone_say_so(dense: Path, tmp_path: Path) -> None:
     model = ["--hf-checkpoint", str(dense), "--backend", "megatron"]
     planned = line_of(["plan", *model, "--num-gpus", "1", "--gpu-memory-gib", "80"], tmp_path)
     assert planned.startswith("fsdptrain plan supports --backend fsdp only")
