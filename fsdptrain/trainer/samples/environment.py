@@ -62,7 +62,7 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
                 "(prompt, responses) -> Turn"
             )
     optional = [each for each in fields(LoadedEnvironment) if each.name != "environment"]
-    found = {each.name: getattr(made, each.name, each.default) for each in optional}
+    found: dict[str, Any] = {each.name: getattr(made, each.name, each.default) for each in optional}
     for method in ("finish", "dataset"):
         if found[method] is not None and not callable(found[method]):
             raise ConfigError(f"{FLAG} {config.environment}: {method} must be a method, got {found[method]!r:.80}")
