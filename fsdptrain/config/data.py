@@ -111,7 +111,7 @@ class DataConfig(Section):
                     yield f"--prompt-data-streaming has no effect on --prompt-data {spec}, which is no table: remove it"
         if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
             reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
-            yield from config.without_effect([*config.columns, "sft_format"], reason)
+            yield from config.without_effect(config.columns, reason)
         if not any(generated):
             reason = "on data of a fixed size: only reasoning_gym data is generated"
             yield from config.without_effect(["data_size"], reason)

@@ -115,7 +115,6 @@ class Keywords(TypedDict, total=False):
     dynamic_sampling: bool
     dynamic_sampling_max_rounds: int
     min_group_spread: float
-    sft_format: Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "label"]
     sft_loss_on: Literal["assistant", "last", "all"]
     sft_eval_generate: bool
     optimizer: str
