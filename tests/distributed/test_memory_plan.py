@@ -76,4 +76,4 @@ def test_the_estimate_is_near_what_a_step_takes(shape: str, tmp_path: Path):
     zoo.build(name, **changes).save_pretrained(tmp_path)
     peaks, planned = zip(*spawn(RANKS, measured, str(tmp_path), tokens, options, timeout=600), strict=True)
     share = planned[0] / mean(peaks)  # where experts are split one rank has more rows than the other
-    assert 0.7 < share < 1.4
+    assert 0.8 < share < 1.25  # formulas of shapes leave out what gloo and torch's kernels hold for a moment
