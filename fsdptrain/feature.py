@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import registry
 from fsdptrain.config import Config
-from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample, SamplingParams, Segment
+from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample, Segment
 
 if TYPE_CHECKING:
     from fsdptrain.data.packing.pack import PackPlan
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fsdptrain.protocols import ModelRole, PromptProcessor, RolloutEngine
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
+ChangeWeight = Callable[[Tensor], Tensor]
 ForwardPass = Callable[[PackedBatch], Mapping[str, Tensor]]  # to the `outputs` of the features, without the head
 F = TypeVar("F", bound="Feature")
 T = TypeVar("T")
@@ -63,11 +65,40 @@ class RouteRecorder(Protocol):
         ...
 
 
+class Packer(Protocol):
+    """Plans packs in place of the core."""
+
+    def plan(
+        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
+    ) -> "PackPlan | None":
+        """Another plan than the core's, or None. prompts: (key, length) of the prompt of each sample."""
+        ...
+
+    def finish(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
+        """A pack of `samples`, on the CPU, before it is pinned."""
+        ...
+
+
+class Adapter(Protocol):
+    """Parameters that are trained in place of those of the model."""
+
+    def identity(self) -> str:
+        """What a checkpoint must belong to, because its tensors do not say it."""
+        ...
+
+    def push(self, engine: "RolloutEngine", policy_version: int) -> bool:
+        """Send the adapter alone to the engine; False if the core shall send whole weights. Collective."""
+        ...
+
+    def export(self, target: Path, write_model: Callable[[Path], None]) -> None:
+        """Write the trained model to `target`. write_model: writes whole weights. Collective."""
+        ...
+
+
 class Feature:
     """A capability that attaches to the policy. The defaults do nothing."""
 
     cuts_parameters = False  # `transform_model` changes shapes, so the reference model needs it too
-    provides_reference = False  # the reference model is this one within `around_logprobs("reference")`
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -82,11 +113,6 @@ class Feature:
         """
         del config, checkpoint
         return cls()
-
-    @property
-    def lines(self) -> list[str]:
-        """What the feature did, for the log at start."""
-        return []
 
     # Building the model
 
@@ -129,24 +155,10 @@ class Feature:
         """What makes token ids of prompts that are more than text."""
         return None
 
-    def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """The sampling parameters of training rollouts."""
-        return sampling
-
-    def check_samples(self, samples: Sequence[Sample]) -> None:
-        """Raise RolloutError for samples that cannot be trained on. Not collective."""
-
-    def plan_packs(
-        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
-    ) -> "PackPlan | None":
-        """Another plan than the core's. prompts: (key, length) of the prompt of each sample."""
-        del lengths, prompts, num_ranks, max_tokens
+    @property
+    def packer(self) -> Packer | None:
+        """What plans packs in place of the core. Read after the layout is chosen."""
         return None
-
-    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
-        """A pack of `samples`, on the CPU, before it is pinned."""
-        del samples, plan
-        return batch
 
     # The forward pass
 
@@ -220,32 +232,18 @@ class Feature:
 
     # Weights
 
-    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The float32 weight to export under the stock name `name`, sharded as `tensor`, in place of it.
+    def export_weight(self, name: str) -> ChangeWeight | None:
+        """What makes the float32 weight that is exported under the stock name `name`. None: the parameter is exported.
 
-        tensor: the parameter, or what the feature before has returned.
+        It takes the parameter, or what the feature before has returned, and returns a tensor that is sharded alike.
         """
-        del name, tensor
-        return None
-
-    def changes_weight(self, name: str) -> bool:
-        """Whether `full_precision_weight` returns a tensor for `name`."""
         del name
-        return False
-
-    def checkpoint_identity(self) -> str | None:
-        """What a checkpoint must belong to, where its tensors do not say it."""
         return None
 
-    def push_weights(self, engine: "RolloutEngine", policy_version: int) -> bool:
-        """Send something else than whole weights to the engine; False where the core shall send those."""
-        del engine, policy_version
-        return False
-
-    def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
-        """Write the trained model to `target` in a form of the feature's own; False where the core shall write it."""
-        del target, write_model
-        return False
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained in place of the weights of the model."""
+        return None
 
     # The embedded engine
 
@@ -302,20 +300,20 @@ class Features:
         return next((member for member in self.members if isinstance(member, kind)), None)
 
     @property
-    def lines(self) -> list[str]:
-        return [line for member in self.members for line in member.lines]
-
-    @property
-    def provides_reference(self) -> bool:
-        return any(member.provides_reference for member in self.members)
-
-    @property
     def carried_fields(self) -> tuple[str, ...]:
         return tuple(name for member in self.members for name in member.carried_fields)
 
     @property
     def prompt_processor(self) -> "PromptProcessor | None":
         return next((x for x in (member.prompt_processor for member in self.members) if x is not None), None)
+
+    @property
+    def packer(self) -> Packer | None:
+        return next((x for x in (member.packer for member in self.members) if x is not None), None)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return next((x for x in (member.adapter for member in self.members) if x is not None), None)
 
     def build_options(self) -> BuildOptions:
         return self._chain("build_options", BuildOptions())
@@ -328,17 +326,6 @@ class Features:
 
     def probe_segments(self, vocab_size: int) -> list[Sequence[Segment]]:
         return [segments for segments in self._each("probe_segments", vocab_size) if segments]
-
-    def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        return self._chain("sampling", sampling)
-
-    def plan_packs(
-        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
-    ) -> "PackPlan | None":
-        return self._first("plan_packs", lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
-
-    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
-        return self._chain("finish_pack", batch, samples, plan)
 
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
         return self._first("rows", batch, layout, attention)
@@ -373,24 +360,11 @@ class Features:
     def after_step(self, *, updated: bool) -> Metrics:
         return self._update("after_step", updated=updated)
 
-    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        found: Tensor | None = None
-        for member in self.members:  # an adapter is merged into the weight that another feature has dequantized
-            changed = member.full_precision_weight(name, tensor if found is None else found)
-            found = found if changed is None else changed
-        return found
-
-    def changes_weight(self, name: str) -> bool:
-        return any(self._each("changes_weight", name))
-
-    def checkpoint_identity(self) -> str | None:
-        return "; ".join(filter(None, self._each("checkpoint_identity"))) or None
-
-    def push_weights(self, engine: "RolloutEngine", policy_version: int) -> bool:
-        return any(self._each("push_weights", engine, policy_version))
-
-    def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
-        return any(self._each("export", target, write_model))
+    def export_weight(self, name: str) -> ChangeWeight | None:
+        changes = [change for change in self._each("export_weight", name) if change is not None]
+        if not changes:
+            return None
+        return lambda tensor: reduce(lambda x, change: change(x), changes, tensor)  # dequantized, then merged
 
     def generation_inputs(
         self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor

@@ -77,6 +77,11 @@ class Section(BaseModel):
         return False
 
     @property
+    def records_routes(self) -> bool:
+        """Whether training rollouts must record the experts that each token was routed to."""
+        return False
+
+    @property
     def trains_zero_advantage(self) -> str:
         """Option that adds a gradient to samples with advantage 0, or needs them in the packs, or ""."""
         return ""

@@ -103,8 +103,8 @@ class FSDPBackend:
 
     @property
     def lines(self) -> list[str]:
-        """Log lines about the layout and the features."""
-        return [self.layout_probe.line, *self.features.lines]
+        """Log lines about the layout."""
+        return [self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         """Return the kernels that compute the parts of the model."""
@@ -170,15 +170,17 @@ class FSDPBackend:
         return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, features=self.features)
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        """Push weights to `engine` through a feature. Returns False if no feature does this; nothing is sent then."""
+        """Push an adapter alone to `engine`. Returns False if whole weights shall be sent; nothing is sent then."""
         assert self._stash is None, "onload comes before push_weights"
-        return self.features.push_weights(engine, policy_version)
+        return self.features.adapter is not None and self.features.adapter.push(engine, policy_version)
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of its source checkpoint."""
         assert self._stash is None, "onload comes before export"
-        if not self.features.export(target, self._export_model):
+        if self.features.adapter is None:
             self._export_model(target)
+        else:
+            self.features.adapter.export(target, self._export_model)
 
     def _export_model(self, target: Path) -> None:
         from fsdptrain.fsdp.export import export_hf
@@ -224,7 +226,7 @@ class FSDPBackend:
             self._model,
             self._optimizer,
             step=step,
-            adapter=self.features.checkpoint_identity(),
+            adapter=self._adapter_identity,
             reference=self._bank.tensors(self._model) if self._reference_moved else None,
             stager=self._stager,
         )
@@ -238,10 +240,14 @@ class FSDPBackend:
             directory,
             self._model,
             self._optimizer,
-            adapter=self.features.checkpoint_identity(),
+            adapter=self._adapter_identity,
             reference=None if self._reference is None else self._reference.tensors(self._model),
         )
         return step
+
+    @property
+    def _adapter_identity(self) -> str | None:
+        return None if self.features.adapter is None else self.features.adapter.identity()
 
     @property
     def _bank(self) -> "ReferenceBank":
@@ -255,7 +261,7 @@ class FSDPBackend:
             stack.enter_context(self.features.around_logprobs(role))
             if role == "reference" and self._reference is not None:
                 stack.enter_context(self._reference.swapped_into(self._model))
-            assert role == "policy" or self._reference or self.features.provides_reference, "no KL term, no reference"
+            assert role == "policy" or self._config.needs_reference, "no KL term, no reference"
             yield
 
     def _logprobs(self, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:

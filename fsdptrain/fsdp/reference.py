@@ -108,12 +108,12 @@ def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBa
 def choose_bank(
     model: nn.Module, config: Config, features: Features, loaded: ReferenceBank | None
 ) -> ReferenceBank | None:
-    """Return `loaded`, or the weights of `model` if a feature does not provide the reference.
+    """Return `loaded`, or the weights of `model` if the reference has weights of its own.
 
     Raises CheckpointError if `loaded` has other shapes than `model`.
     """
     if loaded is None:
-        return None if features.provides_reference else ReferenceBank(model, dtype=_host_dtype(config))
+        return ReferenceBank(model, dtype=_host_dtype(config)) if config.stores_reference else None
     with features.without():
         own = fingerprint(model)
     if loaded.fingerprint != own:

@@ -149,7 +149,7 @@ def build_components(
             evaluation = build_evaluation(config, sampler, data.prompts)
         if of_losses is not None:
             evaluation = of_losses(config, backend, generation=evaluation)
-        made_by = sampler, inputs.advantages, background, features
+        made_by = sampler, inputs.advantages, background
         yield Components(
             config=config,
             tokenizer=tokenizer,

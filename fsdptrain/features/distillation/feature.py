@@ -1,5 +1,6 @@
 """The distillation feature: a teacher's term in the advantages of tokens, or in the loss."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.rows import Rows, zeros_with
 from fsdptrain.trainer.tokenizer import load_tokenizer
 from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch
+
+log = logging.getLogger(__name__)
 
 LOGPROBS = "teacher_logprobs"
 DIVERGENCE = "teacher_divergence"
@@ -69,10 +72,6 @@ class DistillationFeature(Feature):
                 require_same_tokenizer(tokenizer, load_tokenizer(path, trust_remote_code=trust), options.teacher)
         return cls(config, path, vocab_size=vocab_size)
 
-    @property
-    def lines(self) -> list[str]:
-        return [] if isinstance(self._teacher, Path) else [self._teacher.line]
-
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         self._model, self._meshes = model, meshes
 
@@ -82,6 +81,7 @@ class DistillationFeature(Feature):
             scale, top_k = self._config.scoring_temperature, self._options.top_k
             outputs = TeacherOutputs(scale, self._chunk, top_k, self._vocab_size) if self._is_jsd else None
             self._teacher = ModelTeacher(self._config, self._teacher, self._meshes, outputs)
+        log.info("%s", self._teacher.line)
 
     def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
         assert not isinstance(self._teacher, Path), "the teacher is loaded after the policy"

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.data.routes import check_routes
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, ForwardPass, RouteRecorder
@@ -25,7 +24,7 @@ from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.rows import Rows
 from fsdptrain.model.structure import decoder_layers, expert_choice
 from fsdptrain.protocols import ModelRole
-from fsdptrain.types import NO_ROUTE, LogProbs, LossOutput, Metrics, PackedBatch, Sample, SamplingParams
+from fsdptrain.types import NO_ROUTE, LogProbs, LossOutput, Metrics, PackedBatch
 
 _CHOICES, _LOSS, _ROUTES = "moe/choices", "moe/router_loss", "routes"  # keys of `LogProbs.extras`
 
@@ -64,15 +63,6 @@ class MoEFeature(Feature):
     @property
     def carried_fields(self) -> tuple[str, ...]:
         return (_ROUTES,) if self._scoring_records else ()
-
-    # Rollouts
-
-    def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, with_routes=self._replays and not self._scoring_records)
-
-    def check_samples(self, samples: Sequence[Sample]) -> None:
-        if self._replays and not self._scoring_records:
-            check_routes(samples)
 
     def route_recorder(self, model: PreTrainedModel) -> Any:
         choice = expert_choice(model.config)
