@@ -10,12 +10,10 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -35,16 +33,6 @@ ChangeWeight = Callable[[Tensor], Tensor]
 ForwardPass = Callable[[PackedBatch], Mapping[str, Tensor]]  # to the `outputs` of the features, without the head
 F = TypeVar("F", bound="Feature")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What features may change about how the model is built."""
-
-    stored_dtype: torch.dtype = torch.float32  # of parameters between steps
-    own_attention: bool = False  # only the attention of this package will do, not the kernels of flash-attn
-    runs_tower: bool = False  # every forward pass goes through the parts outside the language model too
-    trains_tower: bool = False  # these parts are trained too
 
 
 class RouteRecorder(Protocol):
@@ -101,13 +89,8 @@ class Feature:
     cuts_parameters = False  # `transform_model` changes shapes, so the reference model needs it too
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        """Refuse what the model's config.json does not allow, before any other file is looked for. Collective."""
-        del config
-
-    @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "Feature":
-        """Create the feature for a run, before any weights are loaded. Collective.
+        """Create the feature for a run, before data, rewards and weights are loaded. Collective.
 
         Raises ConfigError on all ranks where the model cannot do what the options ask for.
         """
@@ -115,9 +98,6 @@ class Feature:
         return cls()
 
     # Building the model
-
-    def build_options(self, options: BuildOptions) -> BuildOptions:
-        return options
 
     def add_parameters(self, model: PreTrainedModel) -> None:
         """Add modules with parameters of their own to the model on the meta device."""
@@ -132,21 +112,13 @@ class Feature:
     def after_load(self, model: PreTrainedModel) -> None:
         """The sharded model has its weights."""
 
-    def allows(self, layout: "Layout", attention: str) -> bool:
-        """Whether a layout with this attention implementation is a candidate."""
-        del layout, attention
-        return True
-
     def probe_segments(self, vocab_size: int) -> Sequence[Segment]:
         """Three more sequences for which the layout must be exact; the third has the lengths of the first."""
         del vocab_size
         return ()
 
-    def after_probe(self, model: PreTrainedModel, probe: "LayoutProbe", vocab_size: int) -> None:
-        """The layout is chosen."""
-
-    def check_gradients(self, model: PreTrainedModel) -> None:
-        """The model has the gradients of a few random tokens, the same on every rank that shares a pack."""
+    def verify(self, model: PreTrainedModel, probe: "LayoutProbe", vocab_size: int) -> None:
+        """The layout is chosen: compare what the feature computes with the stock model, and refuse what differs."""
 
     # Data
 
@@ -260,12 +232,6 @@ class Feature:
         return None
 
 
-def check_features(config: Config) -> None:
-    """Refuse what the model's config.json does not allow the features. Collective."""
-    for entry in _enabled(config):
-        entry.check(config)
-
-
 def load_features(config: Config, checkpoint: Path) -> "Features":
     """Create the features that `config` turns on. Collective."""
     return Features([entry.create(config, checkpoint) for entry in _enabled(config)])
@@ -315,14 +281,8 @@ class Features:
     def adapter(self) -> Adapter | None:
         return next((x for x in (member.adapter for member in self.members) if x is not None), None)
 
-    def build_options(self) -> BuildOptions:
-        return self._chain("build_options", BuildOptions())
-
     def without(self) -> AbstractContextManager[None]:
         return self._enter("without")
-
-    def allows(self, layout: "Layout", attention: str) -> bool:
-        return all(self._each("allows", layout, attention))
 
     def probe_segments(self, vocab_size: int) -> list[Sequence[Segment]]:
         return [segments for segments in self._each("probe_segments", vocab_size) if segments]

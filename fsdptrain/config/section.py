@@ -62,6 +62,21 @@ class Section(BaseModel):
         return False
 
     @property
+    def freezes_weights(self) -> bool:
+        """Whether the weights of the checkpoint are frozen, so that the compute dtype is enough to store them."""
+        return False
+
+    @property
+    def runs_tower(self) -> bool:
+        """Whether every forward pass goes through the parts outside of the language model too."""
+        return False
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether these parts are trained too."""
+        return False
+
+    @property
     def provides_reference(self) -> bool:
         """Whether the reference model needs no weights of its own."""
         return False

@@ -293,14 +293,10 @@ class FSDPBackend:
             features=self.features,
         )
         for feature in self.features:
-            feature.after_probe(self._model, probe, vocab_size)
+            feature.verify(self._model, probe, vocab_size)
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
-        check_backward(self._model, vocab_size=vocab_size, layout=probe.layout, look=self._check_gradients)
+        check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
         return probe
-
-    def _check_gradients(self) -> None:
-        for feature in self.features:
-            feature.check_gradients(self._model)
 
     def _has_room_for_gradients(self) -> bool:
         """Return whether gradients of a pack and their sum take at most half of the memory that is free on the host.

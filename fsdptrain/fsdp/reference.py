@@ -94,11 +94,10 @@ class ReferenceBank:
 def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBank:
     """Load the weights of --ref-load. The sharded model is freed before this returns. Collective."""
     assert config.ref.load is not None
-    stored = features.build_options().stored_dtype
     cutting = Features([feature for feature in features if feature.cuts_parameters])
     with named_in_errors("--ref-load"):
         path = resolve_checkpoint(config.ref.load)
-        loaded = load_model(config, path, meshes, features=cutting, stored_dtype=stored)
+        loaded = load_model(config, path, meshes, features=cutting)
         bank = ReferenceBank(loaded, dtype=_host_dtype(config))
     del loaded
     gc.collect()  # modules and FSDP hooks form reference cycles

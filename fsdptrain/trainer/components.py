@@ -22,7 +22,7 @@ from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.feature import Features, check_features, load_features
+from fsdptrain.feature import Features, load_features
 from fsdptrain.loggers import build_loggers
 from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.loading.meta import resolve_checkpoint
@@ -118,7 +118,6 @@ def build_components(
     eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[Components]:
     """Build data and rewards, then the model, then the engine. Close all of them on exit."""
-    check_features(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     install_platform_overrides()  # features compare kernels with the functions that a run uses
     is_embedded = any(section.needs_embedded_engine for section in config.sections)

@@ -41,7 +41,8 @@ class Fp8Feature(Feature):
         self._found: list[nn.Linear] = []
 
     @classmethod
-    def check(cls, config: Config) -> None:
+    def create(cls, config: Config, checkpoint: Path) -> "Fp8Feature":
+        del checkpoint
         with raise_on_all_ranks(ConfigError, "--fp8 training"):
             if find_spec("torchao") is None:
                 raise ConfigError("--fp8 training needs the torchao package: pip install 'fsdptrain[torchao]'")
@@ -52,18 +53,14 @@ class Fp8Feature(Feature):
                     f"{found}: remove it"
                 )
 
-    @classmethod
-    def create(cls, config: Config, checkpoint: Path) -> "Fp8Feature":
-        del checkpoint
-        cls.check(config)
         return cls(config.section(Fp8Config))
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        """Find the layers. `after_probe` changes them."""
+        """Find the layers. `verify` changes them."""
         del meshes
         self._found = self._layers(model)
 
-    def after_probe(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
+    def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         """Change the layers, and measure by how much logprobs of random tokens change. Collective."""
         before = _logprobs(model, probe.layout, vocab_size)
         for layer in self._found:

@@ -43,21 +43,17 @@ class LigerFeature(Feature):
         self._dtype = compute_dtype
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        del config
-        _require()
-
-    @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LigerFeature":
         del checkpoint
+        _require()
         return cls(max_tokens=config.max_tokens_per_pack, compute_dtype=getattr(torch, config.compute_dtype_name))
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        """Refuse a model that liger-kernel does not know; `after_probe` replaces the modules."""
+        """Refuse a model that liger-kernel does not know; `verify` replaces the modules."""
         del meshes
         _require(model.config.model_type)
 
-    def after_probe(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
+    def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         """Replace the modules. Raises ConfigError if that changes logprobs or gradients beyond rounding. Collective."""
         name = stock_class(model).__name__
         lengths: list[int] = list(_LENGTHS)

@@ -47,6 +47,10 @@ class LoraConfig(Section):
         return self.rank > 0
 
     @property
+    def freezes_weights(self) -> bool:
+        return self.enabled
+
+    @property
     def provides_reference(self) -> bool:
         return self.enabled
 

@@ -3,11 +3,9 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,7 +13,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Adapter, BuildOptions, ChangeWeight, Feature
+from fsdptrain.feature import Adapter, ChangeWeight, Feature
 from fsdptrain.features.lora.adapters import Adapters, add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.digest import content_digest
@@ -45,10 +43,6 @@ class LoraFeature(Feature):
     def adapters(self) -> Adapters:
         assert self._adapters is not None, "add_parameters comes first"
         return self._adapters
-
-    def build_options(self, options: BuildOptions) -> BuildOptions:
-        """Store frozen weights in the compute dtype."""
-        return replace(options, stored_dtype=getattr(torch, self._config.compute_dtype_name))
 
     def add_parameters(self, model: PreTrainedModel) -> None:
         self._model = model

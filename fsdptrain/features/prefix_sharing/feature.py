@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import PackPlan
 from fsdptrain.data.packing.prefixes import share_prefixes
-from fsdptrain.feature import BuildOptions, Feature, Packer
+from fsdptrain.feature import Feature, Packer
 from fsdptrain.features.prefix_sharing.attention import SharedPrefixRows
 from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
 from fsdptrain.features.prefix_sharing.plan import plan_shared
@@ -39,15 +39,12 @@ class PrefixSharingFeature(Feature):
         del checkpoint
         return cls(required=config.section(PrefixSharingConfig).prefix_sharing == "on")
 
-    def build_options(self, options: BuildOptions) -> BuildOptions:
-        return replace(options, own_attention=True) if self._required else options
-
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         del meshes
         if self._required:
             require_prefixes(structural_obstacle(model))
 
-    def after_probe(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
+    def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         self.probe = probe_prefixes(
             model,
             probe_segments(model, vocab_size),

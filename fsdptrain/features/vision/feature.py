@@ -1,7 +1,6 @@
 """The vision feature: prompts contain images, and the vision tower encodes them in the policy's forward."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.feature import Feature
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.features.vision.tower import Vision, generation_inputs
@@ -21,11 +20,10 @@ from fsdptrain.types import Images, PackedBatch, Prompt, Segment
 
 
 class VisionFeature(Feature):
-    def __init__(self, *, blank: Images, processor: ImageProcessor | None = None, trained: bool = False) -> None:
+    def __init__(self, *, blank: Images, processor: ImageProcessor | None = None) -> None:
         """blank: an image for packs without images."""
         self._blank = blank
         self._processor = processor
-        self._trained = trained
         self._vision: Vision | None = None
 
     @classmethod
@@ -36,14 +34,11 @@ class VisionFeature(Feature):
             processor = ImageProcessor(
                 checkpoint, trust_remote_code=config.model.trust_remote_code, image_key=options.image_key
             )
-            return cls(blank=processor.blank, processor=processor, trained=options.train_vision)
+            return cls(blank=processor.blank, processor=processor)
 
     @property
     def prompt_processor(self) -> ImageProcessor | None:
         return self._processor
-
-    def build_options(self, options: BuildOptions) -> BuildOptions:
-        return replace(options, runs_tower=True, trains_tower=self._trained)
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes | None = None) -> None:
         del meshes
