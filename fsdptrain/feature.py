@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 
 from fsdptrain import registry
 from fsdptrain.config import Config
-from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample, Segment
+from fsdptrain.types import Metrics, PackedBatch, Sample
 
 if TYPE_CHECKING:
     from fsdptrain.data.packing.pack import PackPlan
     from fsdptrain.fsdp.mesh import Meshes
     from fsdptrain.model.probes.layout import LayoutProbe
     from fsdptrain.model.rows import Layout, Rows
-    from fsdptrain.protocols import ModelRole, PromptProcessor, RolloutEngine
+    from fsdptrain.protocols import ForwardRole, Loss, PromptProcessor, RolloutEngine
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
 ChangeWeight = Callable[[Tensor], Tensor]
@@ -97,7 +97,12 @@ class Feature:
         del config, checkpoint
         return cls()
 
-    # Building the model
+    @property
+    def prompt_processor(self) -> "PromptProcessor | None":
+        """What makes token ids of prompts that are more than text."""
+        return None
+
+    # Weights
 
     def add_parameters(self, model: PreTrainedModel) -> None:
         """Add modules with parameters of their own to the model on the meta device."""
@@ -112,97 +117,8 @@ class Feature:
     def after_load(self, model: PreTrainedModel) -> None:
         """The sharded model has its weights."""
 
-    def probe_segments(self, vocab_size: int) -> Sequence[Segment]:
-        """Three more sequences for which the layout must be exact; the third has the lengths of the first."""
-        del vocab_size
-        return ()
-
     def verify(self, model: PreTrainedModel, probe: "LayoutProbe", vocab_size: int) -> None:
         """The layout is chosen: compare what the feature computes with the stock model, and refuse what differs."""
-
-    # Data
-
-    @property
-    def prompt_processor(self) -> "PromptProcessor | None":
-        """What makes token ids of prompts that are more than text."""
-        return None
-
-    @property
-    def packer(self) -> Packer | None:
-        """What plans packs in place of the core. Read after the layout is chosen."""
-        return None
-
-    # The forward pass
-
-    def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
-        """Another arrangement of the pack than the core's. attention: the implementation that the model has."""
-        del batch, layout, attention
-        return None
-
-    def model_inputs(self, batch: PackedBatch, rows: "Rows") -> Mapping[str, Any]:
-        """More keyword arguments for the base model. Runs inside the root's forward."""
-        del batch, rows
-        return {}
-
-    def around_forward(self, batch: PackedBatch, rows: "Rows") -> AbstractContextManager[None]:
-        """Around the call of the base model."""
-        del batch, rows
-        return nullcontext()
-
-    def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
-        """More results of a forward pass, by name, from the base model's `output`; they end in `LogProbs.extras`."""
-        del batch, rows, output
-        return {}
-
-    def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
-        """What computes logprobs from hidden states and the head's weight."""
-        return stock
-
-    # Scoring
-
-    @property
-    def carried_fields(self) -> tuple[str, ...]:
-        """Fields of PackedBatch [T, ...] that `after_logprobs` fills."""
-        return ()
-
-    def around_logprobs(self, role: "ModelRole") -> AbstractContextManager[None]:
-        """Around all forward passes without gradient that compute the logprobs of `role`."""
-        del role
-        return nullcontext()
-
-    def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        """`batch` with what scoring by the policy has found, on the CPU."""
-        del logprobs
-        return batch
-
-    def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """The packs of a rollout, on the CPU, before its first update; old and reference logprobs are in them."""
-        return list(packs)
-
-    # The optimizer step
-
-    def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        """The pack as the loss reads it, on the device. logprobs: of the current policy."""
-        del logprobs
-        return batch
-
-    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
-        """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
-
-    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        """The loss of one pack, on the device.
-
-        If it adds a gradient to samples with advantage 0, `Section.trains_zero_advantage` must say so.
-        """
-        del batch, logprobs
-        return output
-
-    def after_step(self, *, updated: bool) -> Metrics:
-        """updated: the gradients are finite, so the optimizer will step."""
-        del updated
-        return {}
-
-    # Weights
 
     def export_weight(self, name: str) -> ChangeWeight | None:
         """What makes the float32 weight that is exported under the stock name `name`. None: the parameter is exported.
@@ -217,19 +133,65 @@ class Feature:
         """What is trained in place of the weights of the model."""
         return None
 
-    # The embedded engine
+    # Forward passes
 
-    def generation_inputs(
-        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
-    ) -> Mapping[str, Tensor]:
-        """More arguments for the forward pass over prompts [N, P], which stand at the right of their rows."""
-        del model, prompts, ids, mask, positions
+    @property
+    def packer(self) -> Packer | None:
+        """What plans packs in place of the core. Read after the layout is chosen."""
+        return None
+
+    def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
+        """Another arrangement of the pack than the core's. attention: the implementation that the model has."""
+        del batch, layout, attention
+        return None
+
+    def forward(
+        self, batch: PackedBatch, rows: "Rows", role: "ForwardRole", inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Around the call of the base model and the head, inside the root's forward.
+
+        role: what the logprobs are for. inputs: the keyword arguments of the base model, to add to before entering.
+        """
+        del batch, rows, role, inputs
+        return nullcontext()
+
+    def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
+        """More results of a forward pass, by name, from the base model's `output`; they end in `LogProbs.extras`.
+
+        Those of scoring by the policy, [T, ...] and exact in float32, also end in `PackedBatch.extras`, for training.
+        """
+        del batch, rows, output
         return {}
+
+    def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
+        """What computes logprobs from hidden states and the head's weight."""
+        return stock
 
     def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
         """Record the experts that the engine's model chooses: (lengths of prompts, prompt of each row) -> recorder."""
         del model
         return None
+
+    # Steps
+
+    def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """The packs of a rollout, on the CPU, before its first update; old and reference logprobs are in them."""
+        return list(packs)
+
+    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
+        """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
+
+    def loss_function(self, stock: "Loss") -> "Loss":
+        """What computes the loss of one pack, on the device. stock: the loss of the run, or of the features before.
+
+        If it adds a gradient to samples with advantage 0, `Section.trains_zero_advantage` must say so.
+        """
+        return stock
+
+    def after_step(self, *, updated: bool) -> Metrics:
+        """updated: the gradients are finite, so the optimizer will step."""
+        del updated
+        return {}
 
 
 def load_features(config: Config, checkpoint: Path) -> "Features":
@@ -251,8 +213,8 @@ def _enabled(config: Config) -> list[Any]:
 class Features:
     """The features of a run, in order. Each method combines what the hooks of the same name return.
 
-    There are five ways to combine: chain (each hook changes the result of the one before), first (the first that is not
-    None), update (a merged mapping), enter (all contexts) and any.
+    There are four ways to combine: chain (each hook changes the result of the one before), first (the first that is not
+    None), update (a merged mapping) and enter (all contexts).
     """
 
     def __init__(self, members: Sequence[Feature] = ()) -> None:
@@ -264,10 +226,6 @@ class Features:
     def find(self, kind: type[F]) -> F | None:
         """The feature of a class, for tests and tools."""
         return next((member for member in self.members if isinstance(member, kind)), None)
-
-    @property
-    def carried_fields(self) -> tuple[str, ...]:
-        return tuple(name for member in self.members for name in member.carried_fields)
 
     @property
     def prompt_processor(self) -> "PromptProcessor | None":
@@ -284,17 +242,13 @@ class Features:
     def without(self) -> AbstractContextManager[None]:
         return self._enter("without")
 
-    def probe_segments(self, vocab_size: int) -> list[Sequence[Segment]]:
-        return [segments for segments in self._each("probe_segments", vocab_size) if segments]
-
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
         return self._first("rows", batch, layout, attention)
 
-    def model_inputs(self, batch: PackedBatch, rows: "Rows") -> dict[str, Any]:
-        return self._update("model_inputs", batch, rows)
-
-    def around_forward(self, batch: PackedBatch, rows: "Rows") -> AbstractContextManager[None]:
-        return self._enter("around_forward", batch, rows)
+    def forward(
+        self, batch: PackedBatch, rows: "Rows", role: "ForwardRole", inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        return self._enter("forward", batch, rows, role, inputs)
 
     def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
         return self._update("outputs", batch, rows, output)
@@ -302,20 +256,11 @@ class Features:
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
         return self._chain("logprobs_function", stock)
 
-    def around_logprobs(self, role: "ModelRole") -> AbstractContextManager[None]:
-        return self._enter("around_logprobs", role)
-
-    def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        return self._chain("after_logprobs", batch, logprobs)
-
     def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
         return self._chain("score_packs", list(packs))
 
-    def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        return self._chain("before_loss", batch, logprobs)
-
-    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        return self._chain("finish_loss", output, batch, logprobs)
+    def loss_function(self, stock: "Loss") -> "Loss":
+        return self._chain("loss_function", stock)
 
     def after_step(self, *, updated: bool) -> Metrics:
         return self._update("after_step", updated=updated)
@@ -325,11 +270,6 @@ class Features:
         if not changes:
             return None
         return lambda tensor: reduce(lambda x, change: change(x), changes, tensor)  # dequantized, then merged
-
-    def generation_inputs(
-        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
-    ) -> dict[str, Tensor]:
-        return self._update("generation_inputs", model, prompts, ids, mask, positions)
 
     def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
         return self._first("route_recorder", model)

@@ -97,6 +97,11 @@ class Section(BaseModel):
         return False
 
     @property
+    def needs_policy_scores(self) -> bool:
+        """Whether the policy must score every pack before the first update, because training reads what it records."""
+        return False
+
+    @property
     def trains_zero_advantage(self) -> str:
         """Option that adds a gradient to samples with advantage 0, or needs them in the packs, or ""."""
         return ""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from fsdptrain.model.probes.kernels import Kernel, kernels
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
 from fsdptrain.model.structure import reshard
 from fsdptrain.model.truncation import Truncation
-from fsdptrain.protocols import Loss, ModelRole, Naming, RolloutEngine
+from fsdptrain.protocols import ForwardRole, Loss, ModelRole, Naming, RolloutEngine
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class FSDPBackend:
         """
         assert self._stash is None, "onload comes before score"
         with torch.no_grad(), evaluating(self._model), self._weights_of(model):
-            found = [self._logprobs(batch.to(self.device), with_entropy=False) for batch in batches]
+            found = [self._logprobs(batch.to(self.device), role=model) for batch in batches]
             return [LogProbs(x.values.cpu(), extras={name: y.cpu() for name, y in x.extras.items()}) for x in found]
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
@@ -136,13 +136,11 @@ class FSDPBackend:
         self._optimizer.zero_grad()
         for feature in self.features:
             feature.before_step(self._model, batches, self._without_head)
+        loss = self.features.loss_function(loss)
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for batch in batches:
             moved = batch.to(self.device)
-            logprobs = self._logprobs(moved, with_entropy=True)
-            moved = self.features.before_loss(moved, logprobs)
-            output = loss(moved, logprobs.for_loss(config), config)
-            output = self.features.finish_loss(output, moved, logprobs)
+            output = loss(moved, self._logprobs(moved, with_entropy=True).for_loss(config), config)
             self._optimizer.scale(output.loss).backward()
             if self._collects_gradients and len(batches) > 1:
                 self._optimizer.collect_gradients()
@@ -257,20 +255,21 @@ class FSDPBackend:
     @contextmanager
     def _weights_of(self, role: ModelRole) -> Iterator[None]:
         """Run the model as `role` within the context."""
-        with ExitStack() as stack:
-            stack.enter_context(self.features.around_logprobs(role))
-            if role == "reference" and self._reference is not None:
-                stack.enter_context(self._reference.swapped_into(self._model))
-            assert role == "policy" or self._config.needs_reference, "no KL term, no reference"
+        if role == "policy":
+            yield
+            return
+        assert self._config.needs_reference, "no KL term, no reference"
+        with nullcontext() if self._reference is None else self._reference.swapped_into(self._model):
             yield
 
-    def _logprobs(self, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
+    def _logprobs(self, batch: PackedBatch, *, role: ForwardRole = "train", with_entropy: bool = False) -> LogProbs:
         return policy_logprobs(
             self._model,
             batch,
             layout=self.layout_probe.layout,
             temperature=self._config.scoring_temperature,
             truncation=Truncation.of(self._config.rollout),
+            role=role,
             with_entropy=with_entropy,
         )
 

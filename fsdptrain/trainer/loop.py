@@ -243,7 +243,7 @@ class TrainingLoop:
             if later:
                 from fsdptrain.trainer.epochs import carry_scores
 
-                later = carry_scores(first, later, extra_fields=self._rules.features.carried_fields)
+                later = carry_scores(first, later)
             return [*first, *later], kl_metrics
 
     def _optimize(self, steps: Sequence[StepBatches], tokens: TrainedTokens) -> Metrics:

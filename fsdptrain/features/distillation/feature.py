@@ -31,8 +31,9 @@ from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.rows import Rows, zeros_with
+from fsdptrain.protocols import Loss
 from fsdptrain.trainer.tokenizer import load_tokenizer
-from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
 
 log = logging.getLogger(__name__)
 
@@ -116,14 +117,20 @@ class DistillationFeature(Feature):
             return WholeVocabulary(extras[HIDDEN], self._head, beta)
         return None
 
-    def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+    def loss_function(self, stock: Loss) -> Loss:
+        def distilling(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+            rewarded = batch if self._is_jsd else self._rewarded(batch, logprobs)
+            return self._finished(stock(rewarded, logprobs, config), batch, logprobs)
+
+        return distilling
+
+    def _rewarded(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
         """Add the teacher's term to the advantages: the per-token reward of the negative reverse KL divergence."""
-        if self._is_jsd:
-            return batch
         term = -self._options.kl_coef * self._log_ratio(batch, logprobs)
         return replace(batch, advantages=batch.advantages + term)
 
-    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
+    def _finished(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
+        """Add the divergence to the loss, or only metrics."""
         share = batch.loss_mask / max(1, batch.num_trained_tokens)
         metrics = {**output.metrics, "distill/reverse_kl": (share * self._log_ratio(batch, logprobs)).sum()}
         if not self._is_jsd:

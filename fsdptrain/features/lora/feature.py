@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,7 +20,9 @@ from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.digest import content_digest
 from fsdptrain.features.lora.export import export_adapter, stream_adapter
 from fsdptrain.features.lora.weights import merged
-from fsdptrain.protocols import AdapterEngine, ModelRole, RolloutEngine
+from fsdptrain.model.rows import Rows
+from fsdptrain.protocols import AdapterEngine, ForwardRole, RolloutEngine
+from fsdptrain.types import PackedBatch
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +61,9 @@ class LoraFeature(Feature):
             self._base_digest = content_digest(model)
         log.info("%s", self.adapters.line)
 
-    def around_logprobs(self, role: ModelRole) -> AbstractContextManager[None]:
+    def forward(
+        self, batch: PackedBatch, rows: Rows, role: ForwardRole, inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
         return self.adapters.detached() if role == "reference" else nullcontext()
 
     def export_weight(self, name: str) -> ChangeWeight | None:

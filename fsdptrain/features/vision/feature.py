@@ -1,10 +1,9 @@
 """The vision feature: prompts contain images, and the vision tower encodes them in the policy's forward."""
 
-from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
@@ -13,10 +12,11 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.features.vision.processor import ImageProcessor
-from fsdptrain.features.vision.tower import Vision, generation_inputs
+from fsdptrain.features.vision.tower import Vision
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.rows import Rows
-from fsdptrain.types import Images, PackedBatch, Prompt, Segment
+from fsdptrain.protocols import ForwardRole
+from fsdptrain.types import Images, PackedBatch
 
 
 class VisionFeature(Feature):
@@ -44,14 +44,9 @@ class VisionFeature(Feature):
         del meshes
         self._vision = Vision(model, self._blank)
 
-    def probe_segments(self, vocab_size: int) -> Sequence[Segment]:
-        return () if self._processor is None else self._processor.probe_segments(vocab_size)
-
-    def model_inputs(self, batch: PackedBatch, rows: Rows) -> Mapping[str, Any]:
+    def forward(
+        self, batch: PackedBatch, rows: Rows, role: ForwardRole, inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
         assert self._vision is not None
-        return self._vision.inputs(batch, rows)
-
-    def generation_inputs(
-        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
-    ) -> Mapping[str, Tensor]:
-        return generation_inputs(model, prompts, ids, mask, positions)
+        inputs.update(self._vision.inputs(batch, rows))
+        return nullcontext()

@@ -85,12 +85,14 @@ def choose_layout(
 
     Call it after `install_policy_forward`. Collective if the model is sharded; every rank returns the same result. The
     order is packed, then padded, both with the attention that the model was built with, then padded with the attention
-    of transformers. Features may add sequences that must be exact too. Raises NumericsError if
+    of transformers. With a processor of prompts, its sequences must be exact too. Raises NumericsError if
     no candidate that `requested` allows is exact.
     """
     register_attention()
     device = device or platform.local_device()
-    trials = [[Segment(ids) for ids in probe_segments(model, vocab_size)], *features.probe_segments(vocab_size)]
+    trials = [[Segment(ids) for ids in probe_segments(model, vocab_size)]]
+    if features.prompt_processor is not None:
+        trials.append([*features.prompt_processor.probe_segments(vocab_size)])
     reasons: list[str] = []
     configured = str(model.config._attn_implementation)
     with evaluating(model):
