@@ -210,7 +210,7 @@ class Config(BaseModel):
     @property
     def stores_reference(self) -> bool:
         """Whether there is a reference model with weights of its own."""
-        provided = any(section.provides_reference for section in self.sections) and self.ref.load is None
+        provided = any(section.freezes_weights for section in self.sections) and self.ref.load is None
         return self.needs_reference and not provided
 
     @property

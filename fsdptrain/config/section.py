@@ -63,7 +63,7 @@ class Section(BaseModel):
 
     @property
     def freezes_weights(self) -> bool:
-        """Whether the weights of the checkpoint are frozen, so that the compute dtype is enough to store them."""
+        """Whether the checkpoint's weights are frozen: they are the reference, and stored in the compute dtype."""
         return False
 
     @property
@@ -74,11 +74,6 @@ class Section(BaseModel):
     @property
     def trains_tower(self) -> bool:
         """Whether these parts are trained too."""
-        return False
-
-    @property
-    def provides_reference(self) -> bool:
-        """Whether the reference model needs no weights of its own."""
         return False
 
     @property

@@ -50,10 +50,6 @@ class LoraConfig(Section):
     def freezes_weights(self) -> bool:
         return self.enabled
 
-    @property
-    def provides_reference(self) -> bool:
-        return self.enabled
-
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not self.enabled:
             return
