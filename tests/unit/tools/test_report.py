@@ -42,13 +42,12 @@ def test_a_run_without_a_reward_reports_its_lowest_loss(tmp_path):
 
 def test_a_run_with_selection_reports_all_groups_and_the_kept_share(tmp_path):
     steps = [{**row, "selection/reward_mean": 0.1, "selection/kept_fraction": 0.5} for row in GRPO[1:3]]
-    steps[-1] |= {"selection/reward_mean": 0.9, "curriculum/mean_pass_rate": 0.75}
+    steps[-1] |= {"selection/reward_mean": 0.9}
     run = write(tmp_path, steps)
     rows = {row.label: row for row in report_rows(run)}
     assert rows["reward"].last == (2, 0.875)
     assert rows["reward, including dropped groups"].best == (2, 0.9)
     assert rows["share of groups kept"].best is None
-    assert rows["pass rate of prompts"].last == (2, 0.75)
 
 
 def test_an_unfinished_line_is_ignored(tmp_path):
