@@ -19,7 +19,6 @@ NEEDS_MORE = {  # beginnings of test names
     "tests/distributed/test_vision.py": _IMAGES,
     "tests/features/vision/": _IMAGES,
     "tests/features/context_parallel/test_checks.py::test_a_model_that_does_not_allow_it": _FAMILIES,
-    "tests/features/moe/test_bias.py::test_families_with_such_a_bias_are_accepted": _FAMILIES,
     "tests/features/fused_logprobs/test_kernels.py::test_the_kernels_compute_what_torch_does": _NUMPY,
     "tests/features/liger/test_liger.py::test_the_kernels_compute_what_the_modules_do": _NUMPY,
     "tests/distributed/test_wrap.py::test_prefetch_gathers_one_layer_ahead": "it reads a private name of torch 2.13",

@@ -1,6 +1,5 @@
 """Wrong, huge and broken requests get one error, and the endpoint goes on serving."""
 
-import asyncio
 import json
 import logging
 import socket
@@ -150,19 +149,6 @@ def test_a_body_over_the_limit_is_not_read_to_its_end(raw: httpx.Client, endpoin
         assert announced.recv(1000).startswith(b"HTTP/1.1 413")
 
 
-def test_broken_http_harms_nobody(raw: httpx.Client, endpoint: Endpoint) -> None:
-    for junk in (
-        b"\x16\x03\x01\x02\x00\x01\xfc\x03\x03\n\n",
-        b"GET\r\n\r\n",
-        request_head("/reward", "Content-Length: -1"),
-    ):
-        with connect(endpoint) as broken:
-            broken.sendall(junk)
-            assert broken.recv(1000).startswith(b"HTTP/1.1 400")
-    with connect(endpoint) as half:
-        half.sendall(request_head("/reward", "Content-Length: 10") + b"1")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_call(
     raw: httpx.Client, endpoint: Endpoint, episodes: ScriptedEpisodes, stream: bool
@@ -183,37 +169,6 @@ def test_a_call_that_the_trainer_cancels_is_refused(raw: httpx.Client, caplog: p
     error_of(raw.post(CHATS, json=says("abandon")), 503)
     assert "event: error" in raw.post(CHATS, json={**says("abandon"), "stream": True}).text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_a_response_does_not_wait_for_an_acknowledgement(raw: httpx.Client) -> None:
-    def seconds() -> float:
-        start = time.monotonic()
-        raw.post("/reward", json=1)
-        return time.monotonic() - start
-
-    assert sorted(seconds() for _ in range(40))[20] < 0.03
-
-
-def test_a_thousand_connections_at_once_are_answered(
-    raw: httpx.Client, endpoint: Endpoint, episodes: ScriptedEpisodes
-) -> None:
-    count, parts = 1000, urlsplit(endpoint.url)
-    body = json.dumps(says("wait")).encode()
-
-    async def ask() -> None:
-        streams = []
-        for _ in range(count):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-            writer.write(request_head(CHATS, f"Content-Length: {len(body)}") + body)
-            streams.append((reader, writer))
-        while episodes.num_waiting < count:
-            await asyncio.sleep(0.01)
-        episodes.release.set()
-        for reader, writer in streams:
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            writer.close()
-
-    asyncio.run(asyncio.wait_for(ask(), 30))
 
 
 def test_close_ends_open_connections_at_once(

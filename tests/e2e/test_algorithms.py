@@ -83,16 +83,6 @@ def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_the
     assert metrics["progress/samples"] == 16
 
 
-@pytest.mark.matrix
-def test_compiled_layers_train_as_plain_ones(checkpoint: Path, tmp_path: Path) -> None:
-    plain, compiled = (trained(checkpoint, tmp_path / name, *more) for name, more in (("a", []), ("b", ["--compile"])))
-    names = [name for name in plain if name.startswith(("policy/", "loss/", "optim/", "mismatch/"))]
-    assert plain["optim/grad_norm"] > 0
-    assert {name: compiled[name] for name in names} == pytest.approx(
-        {name: plain[name] for name in names}, rel=1e-4, abs=1e-5
-    )
-
-
 def test_where_every_response_is_cut_off_the_flag_is_named(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY, "--mask-truncated"]
     result = command.run([*argv, "--rollout-max-response-len", "2"], tmp_path)
@@ -107,26 +97,3 @@ def test_an_estimator_of_ones_own_is_used_and_held_to_its_contract(checkpoint: P
     result = command.run([*argv, "--advantage-estimator", "tests.e2e.advantages:too_few"], tmp_path)
     assert result.code == 2
     assert "--advantage-estimator tests.e2e.advantages:too_few returned " in result.err.splitlines()[-1]
-
-
-def test_several_epochs_of_several_steps_move_the_policy_and_the_learning_rate(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    flags = ["--steps-per-rollout", "6", "--epochs-per-rollout", "2", "--lr-decay-style", "linear"]
-    flags += ["--kl-loss-coef", "0.1"]
-    metrics = trained(checkpoint, tmp_path, *flags, num_ranks=2)
-    assert metrics["optim/lr"] == pytest.approx(1e-3 * 1 / 6)
-    assert metrics["policy/approx_kl"] > 0
-
-
-def test_corrections_masks_and_the_unbiased_kl_report_what_they_did(checkpoint: Path, tmp_path: Path) -> None:
-    flags = ["--algorithm", "gspo", "--global-batch-size", "8", "--use-opsm", "--mismatch-correction", "icepop"]
-    metrics = trained(checkpoint, tmp_path, *flags, "--kl-loss-coef", "0.1", "--use-unbiased-kl")
-    assert {"policy/opsm_fraction", "mismatch/out_of_bounds", "loss/kl"} <= metrics.keys()
-
-
-def test_a_loss_that_is_not_there_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY, "--loss", "tests.e2e:no"]
-    result = command.run(argv, tmp_path)
-    assert result.code == 2
-    assert "--loss tests.e2e:no" in result.err.splitlines()[-1]

@@ -1,22 +1,16 @@
 """Episodes from the command line: a model learns to use a tool, and a run resumes bitwise."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples import stages
 from examples.calculator import train as calculator
-from examples.guess_number.game import GuessNumber
-from fsdptrain.types import Prompt
 from tests.e2e import command
-from tests.e2e.command import TINY_RUN, metrics_of, rows_of, trained
+from tests.e2e.command import metrics_of, rows_of, trained
 from tests.e2e.test_train import learned
 
-ROOT = Path(__file__).parents[2]
-CALCULATOR = "examples.calculator.calculator:Calculator"
 GRPO = [*calculator.ENVIRONMENT, *calculator.TASK, *stages.GRPO, *stages.BOTH]
 
 
@@ -56,22 +50,6 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.matrix
-def test_a_model_learns_as_an_agent_to_ask_a_calculator(tmp_path: Path) -> None:
-    """The example with --agent, whose episodes are those of an agent of the OpenAI Agents SDK."""
-    argv = [sys.executable, ROOT / "examples" / "calculator" / "train.py", "--agent", "--output-dir", tmp_path]
-    argv += ["--warm-up-steps", "250", "--rollouts", "12"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = metrics_of(tmp_path / "grpo")
-    before, after = (row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row)
-    assert after > before + 0.2
-    first, *_, last = trained(rows)
-    assert last["agent/continued_calls"] > first["agent/continued_calls"] + 0.2 * 128
-    assert max(row["mismatch/abs_max"] for row in trained(rows)) < 1e-4
-    assert sum(row["agent/failed_episodes"] for row in trained(rows)) == 0
-
-
-@pytest.mark.matrix
 def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> None:
     base = ["--hf-checkpoint", str(warm_model), *GRPO]
     base += ["--rollout-batch-size", "4", "--global-batch-size", "16", "--eval-size", "3", "--eval-interval", "2"]
@@ -105,40 +83,3 @@ def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_pat
     assert result.code == 0, result.err
     assert "reward/environment" in trained(metrics_of(run))[0]
     assert "I think of a number from 1 to 9." in rows_of(run / "samples.jsonl")[0]["prompt"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--environment", "calculator"],
-            "--environment does not know 'calculator'; it takes package.module:name",
-        ),
-        (["--environment", CALCULATOR, "--environment-kwargs", "a=1"], "cannot be made with --environment-kwargs"),
-        (
-            ["--environment", CALCULATOR, "--prompt-data", "environment", "--reward", "exact"],
-            "has no method dataset; set other data",
-        ),
-        (["--reward", "environment"], "--reward environment: there is no environment; set --environment"),
-        (
-            ["--environment", "tests.e2e.environments:Broken"],
-            "--environment: ZeroDivisionError: division by zero",
-        ),
-    ],
-)
-def test_what_cannot_be_played_ends_in_one_line(
-    checkpoint: Path, tmp_path: Path, flags: list[str], message: str
-) -> None:
-    result = command.run(["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--no-export", *flags], tmp_path)
-    assert result.code == 2
-    assert message in result.err.strip().splitlines()[-1]
-
-
-def test_the_example_is_a_game() -> None:
-    game, prompt = GuessNumber(highest=3), Prompt("p", [1], "")
-    number = game.reset(prompt, seed=5)
-    assert number == game.reset(prompt, seed=5)
-    assert game.step(number, str(number)).reward == 1.0
-    assert game.step(2, "1").observation == "higher"
-    assert game.step(2, "3").observation == "lower"
-    assert game.step(2, "three").done

@@ -94,27 +94,6 @@ def test_each_evaluation_has_a_folder_of_its_own(run: Path, tmp_path: Path, monk
         assert [str(folder) for folder in folders] == [f"runs/{name}", f"runs/{name}-2", f"runs/{name}-3"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "--checkpoint is missing"),
-        (["--checkpoint", "x", "--hf-checkpoint", "y"], "takes the model by --checkpoint"),
-        (["--checkpoint", "x", "--num-rollout", "3"], "--num-rollout has no effect on fsdptrain eval"),
-    ],
-)
-def test_wrong_arguments_are_one_line(tmp_path: Path, flags: list[str], message: str) -> None:
-    result = command.run(["eval", *flags], tmp_path)
-    assert result.code == 2
-    assert message in result.err
-    assert result.err.count("\n") == 1
-
-
-def test_a_run_stands_for_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
-    result = command.run(["eval", str(run), "--output-dir", str(tmp_path / "eval")], tmp_path)
-    assert result.code == 0, result.err
-    assert evaluation(tmp_path / "eval") == pytest.approx(evaluation(run))
-
-
 def test_a_run_without_checkpoints_stands_for_its_exported_model(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
     arguments, output = run_arguments([str(tmp_path / "copy")])

@@ -1,13 +1,11 @@
 """The examples run and learn, on a tiny model."""
 
-import asyncio
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -18,14 +16,10 @@ from examples.code import train as code
 from examples.distillation import train as distillation
 from examples.guess_number import train as guess_number
 from examples.judge import train as judge
-from examples.judge.judge import serve
-from fsdptrain import Config, Trainer
-from fsdptrain.errors import ConfigError, RewardError
-from fsdptrain.rewards.code import code as run_tests
-from fsdptrain.rewards.judge import API_KEY, Judge
-from fsdptrain.types import Prompt
+from fsdptrain.rewards.judge import API_KEY
 from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of
+from tests.matrix import only
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,20 +46,7 @@ def test_custom_reward(checkpoint: Path, tmp_path: Path) -> None:
     assert "<answer>" not in shown  # the system prompt of reasoning-gym's data is not for other data
 
 
-def test_own_data_and_prompt_data_exclude_each_other() -> None:
-    config = Config(hf_checkpoint="x", prompt_data="rows.jsonl")
-    with pytest.raises(ConfigError, match="--prompt-data"):
-        Trainer(config, dataset=custom_reward.ROWS)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("example", [custom_reward, python_api])
-def test_an_example_without_arguments_says_how_to_call_it(example: Any) -> None:
-    done = subprocess.run([sys.executable, example.__file__], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (1, f"usage: python {example.__file__} MODEL OUTPUT_DIR\n")
-
-
-@pytest.mark.parametrize(("example", "num_held_out"), [(guess_number, 0), (code, 64), (judge, 44)])
+@pytest.mark.parametrize(("example", "num_held_out"), only([(code, 64)], [(guess_number, 0), (code, 64), (judge, 44)]))
 def test_an_example_runs_to_its_end_and_trains_on_no_held_out_task(
     example: ModuleType,
     num_held_out: int,
@@ -133,33 +114,3 @@ def test_students_of_a_teacher_learn(tmp_path: Path) -> None:
     accuracies = {name: [float(value) for value in text.split()] for name, text in rows.items()}
     assert set(accuracies) == set(distillation.STUDENTS)
     assert all(values[-1] > values[0] + 0.1 for values in accuracies.values())
-
-
-@pytest.mark.parametrize("number", range(1, guess_number.HIGHEST + 1))
-def test_one_who_follows_the_hints_wins(number: int) -> None:
-    *_, last = guess_number.play(number, Random(0), follow_hints=True)
-    assert last == {"role": "assistant", "content": str(number)}
-
-
-@pytest.mark.parametrize("task", [("+", 1, 2), ("-", 99, 9)])
-def test_only_the_program_with_brackets_passes(task: code.Task) -> None:
-    prompt = Prompt("p", [1], "", label=code.row_of(task)["label"])
-    assert run_tests(prompt, code.program(task, brackets=True)) == {"reward": 1.0, "passed": 1.0}
-    assert run_tests(prompt, code.program(task, brackets=False)) == {"reward": 0.0, "passed": 0.0}
-
-
-def test_the_judge_counts_courtesies(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = Prompt("p", [1], "", source=judge.row_of(("Anna", "salt"))["prompt"])
-    rude, kind = "Anna, give me the salt.", "Anna, could you give me the salt, please. Thank you."
-    responses = [rude, kind, kind.replace("salt", "tea"), kind.replace("Anna", "Leo")]
-
-    async def rewards(url: str, *texts: str) -> list[float]:
-        ask = Judge(url, "rule", judge.RUBRIC.read_text())
-        return [await ask(prompt, text) for text in texts]
-
-    with serve() as (url, _, key):
-        monkeypatch.setenv(API_KEY, key)
-        assert asyncio.run(rewards(url, *responses)) == [0.1, 1.0, 0.0, 0.0]
-        monkeypatch.setenv(API_KEY, "another")
-        with pytest.raises(RewardError, match="401"):
-            asyncio.run(rewards(url, rude))

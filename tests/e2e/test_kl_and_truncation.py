@@ -49,16 +49,3 @@ def test_a_run_with_a_moving_reference_resumes_bitwise(checkpoint: Path, referen
     for row in rows:
         assert row["loss/kl"] == pytest.approx(0.1 * row["policy/ref_kl"], rel=1e-4)
     assert rows[2]["policy/ref_kl"] < 0.1 * rows[1]["policy/ref_kl"]  # the policy has become the reference
-
-
-def test_the_trainer_scores_what_truncated_sampling_left(checkpoint: Path, tmp_path: Path) -> None:
-    """Exact distributions: tests/distributed/test_rollout.py."""
-    flags = ["--rollout-top-p", "0.8", "--rollout-top-k", "100", "--rollout-min-p", "0.01"]
-    metrics = trained(checkpoint, tmp_path, *flags, "--rollout-temperature", "0.8", "--global-batch-size", "8")
-    assert metrics["mismatch/abs_mean"] < 1e-4  # the whole vocabulary would be off by -log(0.8)
-    assert metrics["optim/grad_norm"] > 0
-
-
-def test_a_rejection_reports_what_it_dropped_without_old_logprobs(checkpoint: Path, tmp_path: Path) -> None:
-    flags = ["--global-batch-size", "8", "--mismatch-rejection", "seq_mean_k1", "--mismatch-rejection-max", "1e-9"]
-    assert trained(checkpoint, tmp_path, *flags, "--use-rollout-logprobs")["mismatch/rejected"] > 0.5

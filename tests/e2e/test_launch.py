@@ -124,16 +124,6 @@ def test_a_rank_is_killed_under_two_agents_and_the_run_resumes_from_its_newest_c
     assert names == [f"step_{step:08d}" for step in range(1, 6)]  # a second attempt at a step has another name
 
 
-@pytest.mark.matrix
-def test_accelerate_launch_is_like_torchrun(checkpoint, tmp_path):
-    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
-    code, _, err = finish(start(*launch, *tiny_run(checkpoint, tmp_path / "run", "--num-rollout", "1")))
-    assert code == 0, err
-    assert steps(tmp_path / "run") == [1]
-    state = json.loads((tmp_path / "run/checkpoints/step_00000001/trainer.json").read_text())
-    assert state["world_size"] == 2
-
-
 def test_ranks_with_different_options_are_refused_before_anything_is_loaded(tmp_path):
     argv = ["--hf-checkpoint", str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "run")]
     with reserved_port() as port:

@@ -49,19 +49,3 @@ def test_routes_of_scoring_in_two_epochs_on_two_ranks(moe: Path, tmp_path: Path)
     [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", *flags)
     assert "moe/load_max" in row
     assert "moe/aux_loss" not in row
-
-
-@pytest.mark.matrix
-def test_routes_of_scoring_for_the_reward_alone_are_those_of_the_training_on_policy(moe: Path, tmp_path: Path) -> None:
-    [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", "--kl-reward-coef", "0.1")
-    assert "moe/load_max" in row
-    assert row["policy/ratio_mean"] == 1
-
-
-@pytest.mark.matrix
-def test_compiled_layers_replay_routes_as_plain_ones(moe: Path, tmp_path: Path) -> None:
-    flags = ["--router-replay", "rollout", "--steps-per-rollout", "2"]
-    plain, compiled = (trained(moe, tmp_path / name, *flags, *more) for name, more in (("a", []), ("b", ["--compile"])))
-    for a, b in zip(plain, compiled, strict=True):
-        values = {name: value for name, value in a.items() if not name.startswith("perf/") and name != "time"}
-        assert {name: b[name] for name in values} == pytest.approx(values, rel=1e-4, abs=1e-5)

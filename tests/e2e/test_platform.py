@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from fsdptrain.overrides import GROUP
 from tests.e2e import command
 from tests.packages import install
@@ -46,16 +44,6 @@ def test_kernels_are_not_compared_with_a_function_that_a_package_replaces(tmp_pa
     result = command.run_with_path([*flags, "--output-dir", str(tmp_path / "run")], tmp_path / "log", tmp_path)
     assert result.code == 2
     assert "--logprob-kernel triton cannot be used: a plug-in replaces chunked_logprobs; use" in result.err
-
-
-@pytest.mark.matrix
-def test_inspect_lists_what_is_replaced(tmp_path: Path, checkpoint: Path):
-    install(tmp_path, "acme", GROUP, [f"cpu.{KEY} = acme_kernels:attention"], {"acme_kernels": KERNEL})
-    argv = ["inspect", "--hf-checkpoint", str(checkpoint), "--json"]
-    result = command.run_with_path(argv, tmp_path / "log", tmp_path)
-    assert result.code == 0, result.err
-    assert f'"key": "{KEY}"' in result.out
-    assert (tmp_path / "called").exists()  # by the probe
 
 
 def test_a_broken_package_ends_the_run_in_one_line(tmp_path: Path, checkpoint: Path):

@@ -4,8 +4,6 @@ import gzip
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 
@@ -32,22 +30,3 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"phase: train", "aten::mm"} <= names
     assert "</html>" in (run / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["report"], "report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo"),
-        (["report", "--run", "x"], "report needs the folder of a run"),
-        (["report", "nowhere"], "nowhere is not a folder: pass the --output-dir of a run"),
-        (
-            ["trian", "--lr", "1e-5"],
-            "'trian' is not a command; the commands are train, demo, recipes, inspect, plan,",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(argv: list[str], said: str, tmp_path: Path) -> None:
-    result = command.run(argv, tmp_path)
-    assert (result.code, result.out) == (2, "")
-    assert result.err.startswith(f"fsdptrain: {said}")
-    assert result.err.count("\n") == 1

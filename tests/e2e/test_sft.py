@@ -112,13 +112,6 @@ def test_a_run_whose_rows_are_all_unusable_ends_before_the_model_is_loaded(tmp_p
     assert "parameters" not in result.err
 
 
-def test_only_the_first_thousand_rows_are_tried(tmp_path, checkpoint) -> None:
-    argv = flags(checkpoint, tmp_path, [NO_ANSWER] * 1200, eval_interval=0)
-    result = command.run([*argv, "--no-rollout-shuffle"], tmp_path / "out")
-    assert result.code == 2
-    assert "none of 1000 rows can be trained on" in result.err.strip().splitlines()[-1]
-
-
 def test_responses_are_generated_and_rewarded_if_asked_for(checkpoint, tmp_path) -> None:
     rows = [{"prompt": f"say {i}", "label": str(i)} for i in range(8)]
     argv = flags(checkpoint, tmp_path, rows, eval_size=2, rollout_max_response_len=4, reward="exact", num_rollout=1)
@@ -170,33 +163,11 @@ def test_the_eval_command_computes_the_loss_of_a_supervised_run(checkpoint, tmp_
     assert "perplexity" in result.out
 
 
-def test_data_of_an_unknown_form_is_one_line(checkpoint, tmp_path) -> None:
-    result = command.run(flags(checkpoint, tmp_path, [{"question": "a", "answer": "b"}]), tmp_path / "out")
-    assert result.code == 2
-    last = result.err.strip().splitlines()[-1]
-    assert "rows.jsonl has none of the known forms of supervised data" in last
-    assert "its columns are question, answer; name the prompt and the response by --input-key and --label-key" in last
-
-
-def test_the_eval_command_computes_the_loss_of_all_rows_of_a_file(checkpoint, tmp_path) -> None:
-    rows = write(tmp_path / "rows.jsonl", [{"messages": chat} for chat in CHATS])
-    argv = ["eval", "--checkpoint", str(checkpoint), "--algorithm", "sft", "--prompt-data", rows, "--no-bf16"]
-    result = command.run([*argv, "--output-dir", str(tmp_path / "eval")], tmp_path / "out")
-    assert result.code == 0, result.err
-    [row] = metrics_of(tmp_path / "eval")
-    assert row["eval/loss"] == pytest.approx(stock_loss(checkpoint, "assistant"), rel=1e-5)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_unusable_evaluation_rows_end_the_run_before_the_model_is_loaded(own, checkpoint, tmp_path) -> None:
+def test_unusable_evaluation_rows_end_the_run_before_the_model_is_loaded(checkpoint, tmp_path) -> None:
     held_out = write(tmp_path / "held_out.jsonl", [NO_ANSWER] * 4)
     rows = [{"messages": chat} for chat in CHATS[1:]]
-    if own:
-        argv, where = flags(checkpoint, tmp_path, rows, eval_prompt_data=held_out), f"--eval-prompt-data {held_out}"
-    else:
-        argv = ["eval", "--checkpoint", str(checkpoint), "--algorithm", "sft", "--prompt-data", held_out]
-        argv, where = [*argv, "--output-dir", str(tmp_path / "eval")], f"--eval-prompt-data {held_out}"
-    result = command.run(argv, tmp_path / "out")
+    result = command.run(flags(checkpoint, tmp_path, rows, eval_prompt_data=held_out), tmp_path / "out")
     assert result.code == 2
-    assert f"{where}, held out for evaluation: none of 4 rows can be trained on" in result.err.strip().splitlines()[-1]
+    last = result.err.strip().splitlines()[-1]
+    assert f"--eval-prompt-data {held_out}, held out for evaluation: none of 4 rows can be trained on" in last
     assert "parameters" not in result.err

@@ -169,18 +169,6 @@ def test_a_reward_that_fails_in_flight_ends_the_run_in_one_line_on_all_ranks(che
 
 
 @pytest.mark.matrix
-def test_a_reward_that_hangs_in_flight_ends_the_run_in_one_line_on_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, "--rollout-engine", ENGINES["in flight"]]
-    argv += ["--max-staleness", "1", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
-    argv += ["--reward", "tests.e2e.rewards:hangs", "--reward-timeout", "0.5"]
-    result = command.run(argv, tmp_path / "log", num_ranks=2, timeout=240)
-    assert result.code == 2
-    reason = "--reward tests.e2e.rewards:hangs: no answer within --reward-timeout 0.5 s"
-    assert f"--max-unscored-fraction 0.1; the first reason: {reason}" in result.err
-    assert "Traceback" not in result.err
-
-
-@pytest.mark.matrix
 def test_a_reward_that_hangs_now_and_then_ends_the_run_before_other_ranks_miss_this_one(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """Whole runs from the command line: metrics, exports, and resumes."""
 
-import json
 import shutil
 import time
 from multiprocessing.context import ForkServerProcess
@@ -120,20 +119,6 @@ def test_one_process_exports_a_run_of_replicas_without_its_reference(checkpoint:
     assert over_run.code == 2
     assert over_run.err.splitlines()[-1].startswith(f"fsdptrain: --output {run}: the model cannot be written")
     assert (run / "checkpoints" / "step_00000002").is_dir()
-
-
-def test_sft_learns_its_rows(checkpoint: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": f"say {i}", "response": str(i)}) for i in range(8)))
-    argv = ["--hf-checkpoint", str(checkpoint), "--algorithm", "sft", "--prompt-data", str(data), "--no-bf16"]
-    argv += ["--label-key", "response", "--rollout-batch-size", "8", "--num-rollout", "30", "--lr", "1e-2"]
-    argv += ["--eval-interval", "0", "--output-dir", str(tmp_path / "run"), "--max-tokens-per-gpu", "512"]
-
-    result = command.run(argv, tmp_path)
-
-    assert result.code == 0, result.err
-    losses = [row["loss/total"] for row in metrics_of(tmp_path / "run")]
-    assert losses[-1] < 0.3 * losses[0]
 
 
 def wait_for(path: Path, process: ForkServerProcess, said: Path) -> None:

@@ -34,13 +34,6 @@ class TwoHosts:
             command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def cut(self) -> None:
-        """No packet comes through any more, and nobody is told."""
-        _ip("-n", self.names[0], "link", "set", "cable", "down")
-
-    def mend(self) -> None:
-        _ip("-n", self.names[0], "link", "set", "cable", "up")
-
 
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:

@@ -3,7 +3,6 @@
     build.py     builds a library in place of CUDA's runtime, cuBLAS and NCCL for one rank, from runtime.cpp and stubs
     emulate.py   computes each operation on the CPU, in the same memory
     plugin.py    starts the emulation in pytest and its ranks; names the tests that cannot run here
-    device_lines.py  names the lines of the package that need a device and have not run here
     __main__.py  runs a Python command with the null GPU
 
 What it shows: torch's own host code accepts our calls (devices, dtypes, shapes, streams, FSDP2, selection of kernels,

@@ -18,14 +18,10 @@ _MEMORY = 32 << 30  # bytes of address space of a process: a bug must not exhaus
 
 def main() -> None:
     arguments = sys.argv[1:] or ["-m", "pytest", *options(), *files()]
-    folder = Path(sys.prefix) / "null_gpu"
-    library = build(folder)
+    library = build(Path(sys.prefix) / "null_gpu")
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     variables = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent), "PYTHONPATH": str(ROOT)}
     variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    if not sys.argv[1:]:
-        (lines := folder / "lines").unlink(missing_ok=True)
-        variables["NULL_GPU_LINES"] = str(lines)
     os.execve(sys.executable, [sys.executable, *arguments], os.environ | variables)
 
 

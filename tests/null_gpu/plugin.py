@@ -4,11 +4,9 @@ As a module that ranks are forked from (`tests.testing.PRELOAD`), it emulates th
 """
 
 import os
-from pathlib import Path
 
 import pytest
 
-from tests.null_gpu import device_lines
 from tests.null_gpu.emulate import start
 from tests.oldest import skip_by_name
 from tests.testing import PRELOAD
@@ -21,10 +19,7 @@ CANNOT = {  # beginnings of test names
     "tests/vllm/servers/test_push.py": "needs vLLM on two GPUs",
 }
 
-LINES = os.environ.get("NULL_GPU_LINES")  # file for the lines that ran
 start()
-if LINES is not None:
-    device_lines.record(Path(LINES))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,16 +28,3 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_by_name(items, {begin: f"null GPU: {reason}" for begin, reason in CANNOT.items()})
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if a line did not run and no reason is listed."""
-    if LINES is not None and Path(LINES).is_file() and session.exitstatus == pytest.ExitCode.OK:
-        unexplained = any(row.endswith(device_lines.UNEXPLAINED) for row in device_lines.report(Path(LINES)))
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED if unexplained else pytest.ExitCode.OK
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if LINES is not None and Path(LINES).is_file():
-        terminalreporter.section("lines that need a device")
-        terminalreporter.write("\n".join([*device_lines.report(Path(LINES)), ""]))

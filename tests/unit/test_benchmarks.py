@@ -3,9 +3,6 @@
 import importlib
 import json
 import math
-import re
-import sys
-import tomllib
 from argparse import Namespace
 from collections.abc import Callable
 from copy import deepcopy
@@ -20,14 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 Import = Callable[[str], ModuleType]
 pytestmark = pytest.mark.matrix
-LOG = """tests/a/test_x.py::test_of_one[two ranks] PASSED                       [ 25%]
-tests/a/test_x.py::test_of_one[four ranks] FAILED                      [ 50%]
-tests/a/test_x.py::test_of_two SKIPPED (no GPU)                        [ 75%]
-tests/b/test_y.py::test_of_three """
-END = """
-tests/b/test_y.py::test_of_three ERROR                                 [100%]
-FAILED tests/a/test_x.py::test_of_one[four ranks] - assert 1 == 2
-"""
 
 
 @pytest.fixture
@@ -57,66 +46,6 @@ def test_rows_that_other_code_has_made_are_not_added_to(module: Import, tmp_path
     for other in ({"commit": "abd"}, {"versions": {"torch": "3"}}):
         with pytest.raises(SystemExit, match="--fresh"):
             kept(path, begin | other)
-
-
-def test_tests_that_were_stopped_are_counted_as_far_as_they_came(module: Import) -> None:
-    outcomes = module("gpu").outcomes
-    begun, ended = outcomes(LOG), outcomes(LOG + END)
-    assert (begun["passed"], begun["failed"], begun["skipped"], begun["errors"]) == (1, 1, 1, 0)
-    assert begun["failed tests"] == ["tests/a/test_x.py::test_of_one[four ranks]: see tests.log"]
-    assert (ended["passed"], ended["failed"], ended["skipped"], ended["errors"]) == (1, 1, 1, 1)
-    assert ended["failed tests"][0] == "tests/a/test_x.py::test_of_one[four ranks]: assert 1 == 2"
-
-
-def test_what_the_package_requires_is_among_the_wheels(module: Import) -> None:
-    """Except packages that come with torch and transformers, and those that only some rewards and data import."""
-    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    wheels, needed = (FOLDER / "gpu-wheels.txt").read_text().splitlines(), module("gpu").NEEDED
-    required, wheels, needed = ({re.split("[<>=]", line)[0] for line in lines} for lines in (required, wheels, needed))
-    with_torch = {"torch", "transformers", "safetensors", "httpx"}
-    assert required - with_torch - {"pyyaml", "datasets", "reasoning-gym", "math-verify"} <= wheels
-    assert required - with_torch - {"datasets", "reasoning-gym", "math-verify"} <= needed
-
-
-def test_a_second_call_on_a_gpu_runs_what_is_not_done_and_then_what_failed(module, monkeypatch, tmp_path):
-    gpu, ran = module("gpu"), []
-
-    def script(self: Any, name: str, *_: Any, **__: Any) -> dict[str, Any]:
-        ran.append(name)
-        return {"exit": 1 if (name, len(ran)) == ("mfu_sft", 4) else 0, "table": [f"| {name} |"]}
-
-    machine = {"gpu": "H100", "torch": "2.11", "transformers": "5.17", "gpu_memory_gib": 80}
-    for name, found in {"make_environment": Path("python"), "install": {}, "describe": machine}.items():
-        monkeypatch.setattr(gpu, name, lambda *_, found=found: found)
-    monkeypatch.setattr(gpu.Run, "script", script)
-    monkeypatch.setattr(gpu.Run, "tests", lambda self, **_: script(self, "tests"))
-    every = list(gpu.steps(80))
-    for flags, code, expected in [
-        ([], 1, every),  # one fails
-        ([], 0, ["mfu_sft"]),
-        ([], 0, []),
-        (["--steps", "learns"], 0, ["learns"]),
-    ]:
-        before = len(ran)
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path), *flags])
-        assert gpu.main() == code
-        assert ran[before:] == expected
-    assert "| mfu_lora |" in (tmp_path / "table.md").read_text()
-    machine["torch"] = "2.13"  # results of other versions do not count
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path)])
-    assert gpu.main() == 0
-    assert ran[-len(every) :] == every
-
-
-def test_commands_on_a_gpu_are_those_that_the_benchmarks_accept(module: Import, monkeypatch) -> None:
-    mfu = module("mfu")
-    monkeypatch.setattr(mfu.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(mfu, "header", dict)
-    for memory in (80, 140):
-        for name, command in module("gpu").steps(memory).items():
-            if name.startswith("mfu"):
-                monkeypatch.setattr(sys, "argv", command)
-                assert mfu.cases(mfu.arguments()), name
 
 
 ROW = {"step": 1, "loss/policy": 1e-8, "optim/grad_norm": 0.5, "sync/probe_abs_mean": 1e-7, "kl/coef": None}

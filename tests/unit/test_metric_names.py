@@ -28,6 +28,7 @@ JOINED = {
     "source/<>/<>": {"source/<>/samples", "source/<>/tokens"},
 }
 NO_METRICS = {
+    "<>/<>": "paths of files in fsdp/shard_files.py",
     "eval/<>": "a prefix of <>/loss and <>/perplexity",
     "moe/choices": "a key of LogProbs.extras",
     "moe/router_loss": "a key of LogProbs.extras",

@@ -72,6 +72,15 @@ def train_a_little(backend: FSDPBackend, seed: int) -> None:
             parameter.add_(1e-3 * parameter.abs().mean() * torch.randn_like(parameter))
 
 
+def train_adapter(backend: FSDPBackend, version: int) -> None:
+    torch.manual_seed(version)
+    reshard(backend.model)
+    for _, parameter in sorted(backend.model.named_parameters()):
+        if parameter.requires_grad:
+            shard = local_shard(parameter)
+            shard.add_(0.2 * torch.randn(shard.shape))
+
+
 def sync(backend: Any, engine: Any, verifier: Any, version: int, transfer: FaultyTransfer, *fault: str) -> None:
     """Train a little, push with a fault (kind, tensor), verify as after a suspicious rollout."""
     verifier.observe(math.nan)

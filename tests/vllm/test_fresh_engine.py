@@ -20,9 +20,8 @@ from fsdptrain.vllm.adapter import write_adapter
 from tests.matrix import chosen, only
 from tests.testing import spawn
 from tests.vllm import contract, models
-from tests.vllm.faults import train_a_little
+from tests.vllm.faults import train_a_little, train_adapter
 from tests.vllm.fresh_engine import MAX_TOKENS, Answers, Start, fresh_answers
-from tests.vllm.test_lora import train
 
 GREEDY = SamplingParams(num_samples=1, max_tokens=MAX_TOKENS, temperature=0.0)
 LORA = {"lora_rank": 4, "rollout_temperature": 1.0}
@@ -53,7 +52,7 @@ def pushed(folder: Path, cases: list[str]) -> dict[str, tuple[Answers, Answers]]
         said = []
         for version in range(2):
             if version:
-                train(backend, version) if "lora_rank" in more else train_a_little(backend, version)
+                train_adapter(backend, version) if "lora_rank" in more else train_a_little(backend, version)
             if more.get("lora_sync") == "adapter":
                 assert backend.push_weights(engine, version)
             else:

@@ -20,17 +20,3 @@ def test_a_run_with_vllm_trains_on_logprobs_that_the_trainer_agrees_with(tmp_pat
     mismatch = [row["mismatch/abs_max"] for row in command.metrics_of(tmp_path / "run") if "mismatch/abs_max" in row]
     assert len(mismatch) == 2
     assert max(mismatch) < 1e-4
-
-
-@pytest.mark.matrix
-def test_agents_train_on_the_tokens_that_vllm_sampled(tmp_path):
-    folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32)
-    argv = ["--hf-checkpoint", str(folder), *command.UNEVALUATED, "--rollout-engine", "vllm"]
-    argv += ["--rollout-kv-cache-gib", "0.05", "--rollout-engine-args", '{"max_num_seqs": 8}']
-    argv += ["--environment", "tests.agents.agents:two_turns", "--reward", "environment"]
-    argv += ["--rollout-max-response-len", "64", "--output-dir", str(tmp_path / "run")]
-    result = command.run(argv, tmp_path / "log", timeout=400)
-    assert result.code == 0, result.err
-    for row in command.trained(command.metrics_of(tmp_path / "run")):
-        assert row["mismatch/abs_max"] < 1e-4
-        assert row["agent/continued_calls"] == 16

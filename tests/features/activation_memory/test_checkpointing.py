@@ -17,6 +17,7 @@ from fsdptrain.features.activation_memory.offload import enable_activation_offlo
 from fsdptrain.fsdp.transfers import Transfers
 from fsdptrain.model.structure import decoder_layers, freeze_vision, tower_layers
 from tests import vision_zoo, zoo
+from tests.matrix import only
 
 CHANGES_IN_PLACE = {"gpt_oss"}
 INPUT = (torch.arange(40) * 11 % zoo.VOCAB_SIZE)[None]
@@ -32,7 +33,7 @@ def change(model: PreTrainedModel, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "selective", "offload", "full, offload"])
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", only(["qwen3_next", "gpt_oss"], zoo.ARCHITECTURES))
 def test_gradients_are_bitwise_equal_and_names_stay(name: str, kind: str):
     without, with_it = zoo.build(name), zoo.build(name)
     if kind == "selective" and name in CHANGES_IN_PLACE:

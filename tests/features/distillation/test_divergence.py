@@ -10,7 +10,6 @@ from fsdptrain.features.distillation.divergence import (
     TopTokens,
     WholeVocabulary,
     chunked_divergence,
-    generalized_jsd,
     top_tokens,
     with_rest,
 )
@@ -114,14 +113,3 @@ def test_the_rest_is_what_the_chosen_tokens_leave() -> None:
     probabilities = with_rest(logits, ids).exp()
     torch.testing.assert_close(probabilities.sum(1), torch.ones(M, dtype=torch.float64))
     torch.testing.assert_close(probabilities[:, :3], logits.softmax(-1).gather(1, ids))
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_the_divergence_is_that_of_trl(beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    from trl.experimental.gkd import GKDTrainer
-
-    policy, teacher = random(1, M, V, seed=1), random(1, M, V, seed=2)
-    theirs = GKDTrainer.generalized_jsd_loss(policy, teacher, beta=beta, reduction="sum")
-    ours = generalized_jsd(policy.log_softmax(-1), teacher.log_softmax(-1), beta).sum()
-    torch.testing.assert_close(ours, theirs)

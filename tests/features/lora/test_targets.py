@@ -14,9 +14,10 @@ from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets
 from fsdptrain.memory.flops import model_flops
 from tests import zoo
+from tests.matrix import only
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", only(["qwen3_next", "gpt_oss"], zoo.ARCHITECTURES))
 def test_all_linear_is_every_linear_layer_but_the_head_and_detached_restores_the_model(name):
     model = zoo.meta(name)
     stock = {name: id(p) for name, p in model.named_parameters()}

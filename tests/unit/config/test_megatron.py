@@ -5,14 +5,13 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from fsdptrain.config import Config, check_world_size
 from fsdptrain.config.checks import across_nodes
 from fsdptrain.config.grid import draw_grid
-from fsdptrain.config.keys import Key, all_keys
+from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import Condition, Excludes
 from fsdptrain.errors import ConfigError
 
@@ -60,27 +59,6 @@ def test_groups_that_wait_in_each_layer_should_lie_within_a_node() -> None:
     (line,) = across_nodes(behind, 4)
     assert line.startswith("--megatron-expert-parallel 4: its groups do not lie within a node of 4 processes")
     assert list(across_nodes(Config(**options, megatron_pipeline_parallel=4), 2)) == []
-
-
-def another(key: Key) -> Any:
-    """A value that is not the default."""
-    default, choices = key.default, get_args(key.field.annotation)
-    if isinstance(default, bool):
-        return not default
-    if get_origin(key.field.annotation) is Literal:
-        return next(choice for choice in choices if choice != default)
-    if isinstance(default, float):
-        return 0.5 if default != 0.5 else 0.25
-    return default + 1 if isinstance(default, int) else "x"
-
-
-@pytest.mark.parametrize("flat", sorted(REFUSED_KEYS))
-def test_each_flag_of_fsdp_is_refused_by_name(flat: str) -> None:
-    key = all_keys()[flat]
-    with pytest.raises(ConfigError) as caught:
-        Config(**{"hf_checkpoint": "x", "backend": "megatron", flat: another(key)})
-    assert key.flag.removeprefix("--") in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def code_of_a_run() -> str:

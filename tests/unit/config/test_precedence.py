@@ -70,12 +70,6 @@ def test_what_the_user_changed_in_another_section_stays(tmp_path):
     assert load_recipe(plain, algorithm="dapo").shaping.overlong_penalty == 1.0
 
 
-def test_a_flag_wins_over_the_preset_that_a_flag_names(tmp_path):
-    resolved = resolve(["--recipe", written(tmp_path), "--algorithm", "gspo", "--loss-aggregation", "token_mean"])
-    assert resolved.config.algorithm.loss_aggregation == "token_mean"
-    assert (resolved.sources["loss_aggregation"], resolved.sources["eps_clip"]) == ("flag", SUPERSEDED)
-
-
 def test_another_loss_leaves_aggregation_and_advantage_to_the_recipe(tmp_path):
     recipe = written(tmp_path, algorithm="gspo", global_batch_size=64, use_opsm=True)
     config = load_recipe(recipe, loss="cispo").algorithm

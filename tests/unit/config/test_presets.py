@@ -13,7 +13,6 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, Config, load_recipe, resolve, to_yaml
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, PRESETS
-from fsdptrain.errors import ConfigError
 
 MODEL = ["--hf-checkpoint", "x"]
 
@@ -118,13 +117,6 @@ def test_another_loss_brings_its_own_clip():
     assert own.sources["eps_clip"] == "default"
 
 
-def test_a_recipe_of_another_loss_gives_way_to_a_flag(tmp_path: Path):
-    written = to_yaml(Config(hf_checkpoint="x", algorithm="gspo", global_batch_size=64))
-    (tmp_path / "r.yaml").write_text(written)
-    resolved = resolve(["--recipe", str(tmp_path / "r.yaml"), "--loss", "cispo"])
-    assert (resolved.config.algorithm.loss, resolved.config.algorithm.eps_clip) == ("cispo", 0.2)
-
-
 def test_bounds_of_a_correction_are_those_of_its_kind():
     assert set(MISMATCH_BOUNDS) == set(CORRECTIONS)
     for kind, (low, high) in MISMATCH_BOUNDS.items():
@@ -145,8 +137,3 @@ def test_old_logprobs_are_scored_only_where_they_are_used(name, needed):
     size = {} if name == "sft" else {"global_batch_size": 64}
     assert Config(hf_checkpoint="x", algorithm=name, **size).needs_old_logprobs is needed
     assert not Config(hf_checkpoint="x", algorithm=name).needs_old_logprobs
-
-
-def test_an_unknown_algorithm_is_one_line():
-    with pytest.raises(ConfigError, match=r"--algorithm must be one of grpo, dapo.*did you mean 'gspo'"):
-        Config(hf_checkpoint="x", algorithm="gpso")

@@ -5,7 +5,6 @@ import pytest
 from fsdptrain.config import Config, check_processes, check_world_size
 from fsdptrain.errors import ConfigError
 
-URLS = {"rollout_engine": "vllm-server", "rollout_urls": ["http://127.0.0.1:8000"]}
 STARTED = {"rollout_engine": "vllm-server", "rollout_num_servers": 2}
 
 
@@ -14,21 +13,6 @@ def test_replicas_divide_the_world():
     check_world_size(config, 4)
     with pytest.raises(ConfigError, match="--fsdp-replicate-size 2 must divide the number of processes, 3"):
         check_world_size(config, 3)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        URLS,
-        STARTED,
-        {**URLS, "min_servers": 1},
-        {**STARTED, "weight_transfer": "nccl"},
-        {**URLS, "rollout_timeout": 60.0},
-    ],
-)
-def test_options_of_servers_are_accepted(values):
-    config = Config(hf_checkpoint="x", **values)
-    assert {key: config.value(key) for key in values} == values
 
 
 def test_servers_of_a_run_on_several_machines_are_started_by_the_user():

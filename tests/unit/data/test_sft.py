@@ -3,7 +3,6 @@
 import pytest
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
 from fsdptrain.data.sft import sft_sample
@@ -48,19 +47,6 @@ def test_a_row_without_response_is_an_error(label: object) -> None:
 
 
 ASK, TOLD, ANSWER = ({"role": r, "content": c} for r, c in (("assistant", "ask"), ("tool", "4"), ("assistant", "four")))
-
-
-def test_the_loss_of_a_conversation_is_on_assistant_turns() -> None:
-    tokenizer, data = tiny_tokenizer(), DataConfig(prompt_data="x")
-    prompt = make_prompt(Row("r", "2+2?", [ASK, TOLD, TOLD, ANSWER]), tokenizer, data=data)
-    sample = sft_sample(prompt, tokenizer, renderer=TurnRenderer(tokenizer, data=data))
-    trained = [token for token, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
-    assert tokenizer.decode(sample.token_ids) == (
-        "<|user|>2+2?<|end|><|assistant|>ask<|end|><|tool|>4<|end|><|tool|>4<|end|><|assistant|>four<|end|>"
-    )
-    assert tokenizer.decode(trained) == "ask<|end|>four<|end|>"
-    whole = tokenizer.apply_chat_template([{"role": "user", "content": "2+2?"}, *prompt.label], tokenize=False)
-    assert tokenizer.decode(sample.token_ids) == whole
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from fsdptrain.model.policy import (
 from fsdptrain.model.rows import Layout
 from tests import zoo
 from tests.exact import Exact, in_float64
+from tests.matrix import only
 from tests.seam import CPU, gradients, policy_model, random_pack
 
 LENGTHS = (37, 5, 50, 21, 1)  # longer and shorter than the zoo's window of 16
@@ -49,7 +50,7 @@ def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return joined.detach(), entropy.detach(), found
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", only(["qwen3_next", "gpt_oss"], zoo.ARCHITECTURES))
 def test_both_layouts_are_exact_for_every_architecture(name: str) -> None:
     wanted, wanted_entropy, wanted_gradients = stock_one_by_one(name)
     largest = max(gradient.abs().max().item() for gradient in wanted_gradients.values())

@@ -6,9 +6,10 @@ from torch import nn
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.structure import count_parameters, decoder_layers, lm_head
 from tests import zoo
+from tests.matrix import only
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", only(["qwen3_next", "gpt_oss"], zoo.ARCHITECTURES))
 def test_layers_have_all_parameters_but_embedding_norm_and_head_and_tied_weights_count_once(name: str):
     model = zoo.build(name)
     layers, counts = decoder_layers(model), count_parameters(model)

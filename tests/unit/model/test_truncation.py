@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
 
@@ -53,20 +52,6 @@ def test_kept_tokens_follow_the_definition_with_ties(truncation, rows, vocab, le
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(levels, (rows, vocab), generator=generator).double() / levels * 5
     assert kept(logits, truncation) == [head_of(row, truncation) for row in logits.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("truncation", "warper"),
-    [
-        (Truncation(top_k=20), TopKLogitsWarper(20)),
-        (Truncation(top_p=0.8), TopPLogitsWarper(0.8)),
-        (Truncation(min_p=0.1), MinPLogitsWarper(0.1)),
-    ],
-)
-def test_filters_are_those_of_transformers(truncation: Truncation, warper: object) -> None:
-    logits = torch.randn(50, 400, generator=torch.Generator().manual_seed(0)) * 2
-    theirs = warper(torch.zeros(50, 1, dtype=torch.int64), logits)  # type: ignore[operator]
-    assert kept(logits, truncation) == [set(row.isfinite().nonzero()[:, 0].tolist()) for row in theirs]
 
 
 def test_top_p_applies_after_top_k_and_min_p() -> None:

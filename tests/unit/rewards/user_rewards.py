@@ -15,7 +15,9 @@ def obedient(prompt: Prompt, response: str) -> float | None:
     if response == "regex":  # holds the GIL
         os.write(1, b"hangs\n")
         re.fullmatch(r"(a*)*b", "a" * 60)
-    if response == "_exit":
+    if response == "leaves a process" and not os.fork():
+        time.sleep(600)
+    if response in ("_exit", "leaves a process"):
         os._exit(3)
     if response == "segfault":
         ctypes.string_at(0)

@@ -14,6 +14,7 @@ from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import zoo
 from tests.exact import Exact, in_float64
+from tests.matrix import only
 from tests.testing import allocated_on_device, tiny_qwen3
 
 pytestmark = pytest.mark.slow
@@ -92,7 +93,7 @@ def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-11)
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", only(["qwen3_next", "gpt_oss"], zoo.ARCHITECTURES))
 def test_every_architecture_generates_what_the_stock_model_does(name, tmp_path):
     model = zoo.build(name)
     engine = make_engine(model, tmp_path)

@@ -17,10 +17,8 @@ from safetensors.torch import load_file
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.rollout import engine_factory
 from fsdptrain.vllm.server.build import server_arguments
-from fsdptrain.vllm.server.client import ServerError, VLLMClient
-from fsdptrain.vllm.server.engine import VLLMServerEngine
+from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.process import ServerProcess
 from tests.event_loop import run_in_loop
 from tests.vllm import contract
@@ -128,38 +126,6 @@ def alone() -> Iterator[None]:
     torch.set_num_threads(1)
     with platform.process_group(600):
         yield
-
-
-@pytest.fixture(scope="session")
-def pair(models, alone, tmp_path_factory) -> Iterator[VLLMServerEngine]:
-    """An engine with two servers of its own, and weights. Tests kill them: `wait_for_both`, and push anew."""
-    config = Config(
-        **cases.options(
-            models["tied"].first, rollout_num_servers=2, rollout_server_python=PYTHON,
-            weight_sync_timeout=cases.SILENCE,
-            rollout_max_response_len=400, max_tokens_per_gpu=800, output_dir=str(tmp_path_factory.mktemp("run")),
-        )
-    )  # fmt: skip
-    make = engine_factory(config.rollout.engine, device_type="cpu")
-    engine = make(config, checkpoint=models["tied"].first, device=torch.device("cpu"))
-    try:
-        engine.update_weights(weights_of(models["tied"].first).items(), 0)
-        yield engine
-    finally:
-        engine.close()
-
-
-def wait_for_both(engine: VLLMServerEngine) -> None:
-    """Until both are there in their own words too: the fleet learns of a death when it looks next."""
-    end = time.monotonic() + cases.RESTART
-    while True:
-        engine.loop.run(engine.fleet.wait_for(2, cases.RESTART))
-        try:
-            if {engine.loop.run(client.version(timeout=cases.SILENCE)) for client in engine.clients} == {engine._tag}:
-                return
-        except ServerError:
-            assert time.monotonic() < end
-        time.sleep(0.3)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fsdptrain.config import Config
-from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.errors import ConfigError
 from fsdptrain.platform import device_count
 from fsdptrain.rollout import engine_factory
 from fsdptrain.vllm.server.client import Deadline, ServerRefusedError, VLLMClient
@@ -138,19 +138,3 @@ def test_the_key_is_in_no_file_of_the_run_and_in_no_error(models, urls, alone, t
     assert "another key" not in str(caught.value)
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any("another key" in text or cases.KEY in text for text in [*files, json.dumps(str(caught.value))])
-
-
-@pytest.mark.matrix
-def test_an_update_without_one_tensor_stops_the_run_and_names_it(models, urls, alone, tmp_path):
-    """A server whose update failed must be started again."""
-    weights = weights_of(models["untied"].other)
-    del weights["model.layers.1.mlp.down_proj.weight"]
-    engine = build(cases.attached(models["untied"].first, urls["untied"], output_dir=str(tmp_path)))
-    with pytest.raises(
-        RolloutError, match=r"not all servers took .*1 parameters got no weights.*layers\.1\.mlp\.down_proj"
-    ):
-        engine.update_weights(weights.items(), 1)
-    with pytest.raises(RolloutError, match="no weights"):
-        engine.generate(contract.PROMPTS, cases.GREEDY)
-    engine.close()
-    urls.end("untied")
