@@ -120,7 +120,7 @@ def _check_sizes(config: Config, world_size: int) -> None:
 
         check_sizes(config)
     elif config.model.backend == "megatron" and _has_megatron():
-        from fsdptrain.megatron.inspection import check_sizes as check_megatron_sizes
+        from fsdptrain.megatron.model import check_sizes as check_megatron_sizes
 
         check_megatron_sizes(config)
 

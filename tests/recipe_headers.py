@@ -67,7 +67,7 @@ def needed_extras(config: Config, *, on_gpu: bool) -> set[str]:
         "lora": config.section(LoraConfig).rank > 0 and not quantized,
         "megatron": config.model.backend == "megatron",
         "qlora": quantized,
-        "torchao": bool(config.section(Fp8Config).fp8) or config.optim.optimizer == "adamw8bit",
+        "torchao": bool(config.section(Fp8Config).fp8),
         "trackio": "trackio" in config.log.to,
         "vision": config.section(VisionConfig).image_key is not None,
         "vllm": on_gpu

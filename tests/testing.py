@@ -207,12 +207,6 @@ def reserved_port() -> Iterator[int]:
         yield reserved.getsockname()[1]
 
 
-def free_port() -> int:
-    """Return an unused TCP port of the loopback interface, which another process may take."""
-    with reserved_port() as port:
-        return port
-
-
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets for a rank on one machine."""
     return {

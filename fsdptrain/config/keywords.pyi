@@ -135,10 +135,8 @@ class Keywords(TypedDict, total=False):
     sgd_momentum: float
     muon_lr: float | None
     muon_momentum: float
-    muon_adjust_lr: Literal["match_rms_adamw", "original"]
     clip_grad: float
     offload_optimizer: bool
-    offload_optimizer_step: Literal["host", "device"]
     max_skipped_steps: int
     max_tokens_per_gpu: int
     overlong_samples: Literal["error", "drop"]

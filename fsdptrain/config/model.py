@@ -94,7 +94,7 @@ class FsdpConfig(Section):
     """Gather the next layer's parameters while the current layer computes."""
 
 
-OPTIMIZERS = ["adamw", "muon", "adamw8bit", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
+OPTIMIZERS = ["adamw", "muon", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
 _OF_MUON = Requires("optimizer=muon")
 _NO_SGD = IdleWith("optimizer=sgd")
 
@@ -106,7 +106,7 @@ class OptimConfig(Section):
     ON_RESUME = TUNING
 
     optimizer: Annotated[str, FSDP_ONLY, REFUSED] = "adamw"
-    """adamw, muon, adamw8bit, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
+    """adamw, muon, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
     See docs/optimizers.md."""
     lr: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
@@ -142,17 +142,10 @@ class OptimConfig(Section):
     """Peak learning rate of the matrices with --optimizer muon, with the schedule of --lr. Default: --lr."""
     muon_momentum: Annotated[float, _OF_MUON, FSDP_ONLY] = Field(default=0.95, ge=0.0, lt=1.0)
     """Momentum of --optimizer muon (Nesterov)."""
-    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _OF_MUON, FSDP_ONLY] = "match_rms_adamw"
-    """Scale of the updates of a matrix. `match_rms_adamw`: 0.2 sqrt(max(out, in)), the size of AdamW's updates, so that
-    its learning rates fit. `original`: sqrt(max(1, rows / columns)) of the stored weight, [out, in] in most models."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
-    """Keep only the optimizer state in host memory."""
-    offload_optimizer_step: Annotated[Literal["host", "device"], NEUTRAL, Requires("offload_optimizer"), FSDP_ONLY] = (
-        "host"
-    )
-    """Where --offload-optimizer runs steps. `host`: transfers gradients and weights. `device`: transfers the state."""
+    """Keep only the optimizer state in host memory, and run steps there."""
     max_skipped_steps: Annotated[int, NEUTRAL] = Field(default=10, ge=0)
     """Stop after this many optimizer steps were skipped because of non-finite gradients."""
 
@@ -171,11 +164,6 @@ class OptimConfig(Section):
         if self.optimizer == "muon" and config.ranks_along("tensor") > 1:
             yield (
                 "--optimizer muon does not work with --tensor-parallel-size, which divides its matrices once more: "
-                "leave one of them out"
-            )
-        if self.optimizer == "adamw8bit" and config.fsdp.cpu_offload:
-            yield (
-                "--optimizer adamw8bit does not work with --fsdp-cpu-offload, where its state would be on the host: "
                 "leave one of them out"
             )
         if self.min_lr > self.lr:

@@ -14,8 +14,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -36,15 +35,6 @@ _READERS, _BLOCK = 8, 1 << 24  # threads that read files, bytes per read
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A checkpoint that is complete, and gets its name, when its shards are written."""
-
-    shards: "ShardWrite | None"
-    temporary: Path
-    final: Path
-
-
 class CheckpointFolder:
     """The checkpoints of one run. A folder named `step_*` is always complete; incomplete ones have other names.
 
@@ -56,13 +46,14 @@ class CheckpointFolder:
         self.directory = output_dir / "checkpoints"
         self._keep_last = keep_last
         self._timeout_s = timeout_s
-        self._pending: _Pending | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")  # a finished write gets its name also during a long step
+        self._pending: Future[None] | None = None
         self._failure = ""  # message prefix if the last write fails
 
     def write(self, step: int, save: "Callable[[Path], ShardWrite | None]") -> Path | None:
         """Write the checkpoint of `step`: call `save(folder)` on every rank, sync, rename, delete old ones. Collective.
 
-        If `save` returns shards that are written in the background, the later steps follow in `check` or `wait`.
+        If `save` returns shards that are written in the background, the later steps follow in a thread: see `check`.
         Checkpoints of later steps are deleted too: the run was resumed from before them, so they are stale.
 
         Returns the folder, or None if --keep-last is 0. Raises on all ranks if it failed on any; older checkpoints are
@@ -80,23 +71,24 @@ class CheckpointFolder:
         shards = None
         with raise_on_all_ranks(CheckpointError, self._failure):
             shards = save(temporary)
-        self._pending = _Pending(shards, temporary, final)
-        if shards is None or not shards.in_background:
-            self.wait()
+        if shards is not None and shards.in_background:
+            self._pending = self._thread.submit(self._complete, shards, temporary, final)
+            return final
+        with raise_on_all_ranks(CheckpointError, self._failure):
+            self._complete(shards, temporary, final)
         return final
 
     def check(self) -> None:
-        """Complete a background write that has ended on all ranks. Raises on all ranks if it failed. Collective."""
-        pending = self._pending
-        if pending is not None and not any_rank(pending.shards is not None and not pending.shards.is_done()):
+        """Raise on all ranks if a background write has ended and failed on any rank. Collective."""
+        if self._pending is not None and not any_rank(not self._pending.done()):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the background write and complete it. Raises on all ranks if it failed on any. Collective."""
+        """Wait for the background write. Raises on all ranks if it failed on any. Collective."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with raise_on_all_ranks(CheckpointError, self._failure):
-                self._complete(pending)
+                pending.result()
 
     def __enter__(self) -> Self:
         return self
@@ -109,16 +101,16 @@ class CheckpointFolder:
             self.wait()
         elif self._pending is not None:
             try:
-                self._complete(self._pending)
+                self._pending.result()
             except Exception as failed:  # noqa: BLE001 - `error` is the reason for the end
                 logger.warning("%s: %s", self._failure, one_line(failed))
 
-    def _complete(self, pending: _Pending) -> None:
+    def _complete(self, shards: "ShardWrite | None", temporary: Path, final: Path) -> None:
         """Wait for the shards of all ranks; publish on rank 0, which has the digests of all."""
-        written = {} if pending.shards is None else pending.shards.digests(self._timeout_s)
+        written = {} if shards is None else shards.digests(self._timeout_s)
         if dist.get_rank() == 0:
-            others = [name for name in _file_names(pending.temporary) if name not in written]
-            self._publish(pending.temporary, pending.final, {**written, **digests(pending.temporary, others)})
+            others = [name for name in _file_names(temporary) if name not in written]
+            self._publish(temporary, final, {**written, **digests(temporary, others)})
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, as seen by rank 0. Collective."""

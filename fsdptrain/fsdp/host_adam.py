@@ -1,15 +1,12 @@
 """AdamW with moments on the host, while weights and gradients stay where they are.
 
-    host     copy weights and gradients to the host piece by piece, step there, copy the weights back
-    device   copy moments to the device piece by piece, step there, copy the moments back
-
-Both use the same fused kernel on the same numbers: the weights are bitwise equal to those of a step without offload on
-that side. The next piece is copied while the current one is stepped.
+Weights and gradients are copied to the host piece by piece, stepped there by the same fused kernel, and the weights are
+copied back. The next piece is copied while the current one is stepped.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +18,6 @@ from fsdptrain.fsdp.transfers import Transfers
 
 PIECE = 1 << 24  # elements per copy; a multiple of any vector width, so that splitting changes no bit
 _SLOTS = 2  # one is stepped, the other is copied
-
-StepsOn = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
@@ -46,34 +41,29 @@ def host_moment(parameter: nn.Parameter) -> Tensor:
 class HostAdam:
     """Runs the steps of an AdamW with its state on the host. `adam` keeps the options and the state."""
 
-    def __init__(self, adam: torch.optim.AdamW, *, on: StepsOn) -> None:
-        device = local_shard(adam.param_groups[0]["params"][0]).device
+    def __init__(self, adam: torch.optim.AdamW) -> None:
         self._adam = adam
-        self._on = on
-        self._transfers = Transfers(device)
-        self._there = torch.device("cpu") if on == "host" else device
+        self._transfers = Transfers(local_shard(adam.param_groups[0]["params"][0]).device)
         self._grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self) -> None:
         """Run a step like `AdamW.step`. The host waits for the copies, so it may read the moments afterwards."""
         divisor = getattr(self._adam, "grad_scale", None)  # of clipping
-        self._grad_scale = None if divisor is None else divisor.to(self._there)
+        self._grad_scale = None if divisor is None else divisor.cpu()
         pieces = list(self._pieces())
-        slots = [self._slot(pieces) for _ in range(_SLOTS)]
+        size = max((piece.weights.nbytes for piece in pieces), default=0)
+        slots = [(self._transfers.host_buffer(size), self._transfers.host_buffer(size)) for _ in range(_SLOTS)]
         begun = [self._fetch(piece, slot) for piece, slot in zip(pieces[:1], slots, strict=False)]
         for i, piece in enumerate(pieces):
             if i + 1 < len(pieces):
                 begun.append(self._fetch(pieces[i + 1], slots[(i + 1) % _SLOTS]))
-            moved, mark = begun[i]
-            if self._on == "host":
-                self._transfers.finish(mark)
+            (weights, gradients), mark = begun[i]
+            self._transfers.finish(mark)
             self._transfers.wait(mark)
-            self._compute(piece, moved)
-            back = piece.moments if self._on == "device" else (piece.weights,)
+            self._compute(piece, weights, gradients)
             with self._transfers.queued():
-                for target, source in zip(back, moved, strict=False):
-                    target.copy_(source, non_blocking=True)
+                piece.weights.copy_(weights, non_blocking=True)
         self._transfers.wait(self._transfers.mark())
         self._transfers.finish()
         for p, state in self._adam.state.items():
@@ -91,33 +81,23 @@ class HostAdam:
                     if w.numel():
                         yield _Piece(w, g, (m, v), state["step"], group)
 
-    def _slot(self, pieces: list[_Piece]) -> tuple[Tensor, Tensor]:
-        """Allocate two buffers for the largest piece. They are freed after the step."""
-        size = max((piece.weights.nbytes for piece in pieces), default=0)
-        if self._there.type == "cpu":
-            return self._transfers.host_buffer(size), self._transfers.host_buffer(size)
-        one, other = (torch.empty(size, dtype=torch.uint8, device=self._there) for _ in range(2))
-        return one, other
-
     def _fetch(self, piece: _Piece, slot: tuple[Tensor, Tensor]) -> tuple[list[Tensor], torch.Event | None]:
         """Start copying a piece into a slot. Returns (copies, event of their completion).
 
         Copies run in order, so the previous piece has left the slot.
         """
-        moving = piece.moments if self._on == "device" else (piece.weights, piece.gradients)
+        moving = (piece.weights, piece.gradients)
         arriving = [room[: x.nbytes].view(x.dtype) for room, x in zip(slot, moving, strict=True)]
         with self._transfers.queued():
             for target, source in zip(arriving, moving, strict=True):
                 target.copy_(source, non_blocking=True)
         return arriving, self._transfers.mark()
 
-    def _compute(self, piece: _Piece, moved: list[Tensor]) -> None:
-        weights, gradients, first, second = (
-            (*moved, *piece.moments) if self._on == "host" else (piece.weights, piece.gradients, *moved)
-        )
+    def _compute(self, piece: _Piece, weights: Tensor, gradients: Tensor) -> None:
+        first, second = piece.moments
         beta1, beta2 = piece.group["betas"]
         # per piece: the kernel increments it
-        step = torch.full((), piece.step.item(), dtype=torch.float32, device=weights.device)
+        step = torch.full((), piece.step.item(), dtype=torch.float32)
         adamw(
             *([weights], [gradients], [first], [second], [], [step]),
             fused=piece.group["fused"],

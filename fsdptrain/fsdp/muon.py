@@ -3,8 +3,8 @@ https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982).
 
     B <- m B + (1 - m) G,   U = (1 - m) G + m B,   W <- (1 - lr wd) W - lr s O,   O = orthogonalized U
 
-with m = --muon-momentum and s = 0.2 sqrt(max(out, in)) or sqrt(max(1, out / in)) (--muon-adjust-lr), where weights that
-are stored as [in, out] (Conv1D, experts of gpt-oss) count as they are stored. Numbers are those of torch.optim.Muon.
+with m = --muon-momentum and s = 0.2 sqrt(max(out, in)), the size of AdamW's updates (Liu et al.), so that its learning
+rates fit. Numbers are those of torch.optim.Muon.
 Momentum and weight decay are local to a shard. For O, the ranks of a shard group take one matrix each: an all-to-all
 brings all shards of U to it in bfloat16, and another one returns the shards of O. At its peak a rank holds about six
 copies in bfloat16 of its largest matrix, or of its experts of a stack [E, ., .], which are orthogonalized together; the
@@ -51,7 +51,7 @@ class Muon(Optimizer):
     def __init__(self, matrices: Groups, adam: torch.optim.AdamW | None, options: OptimConfig) -> None:
         super().__init__(matrices, {})
         self._matrices = list(self.param_groups)
-        self._momentum, self._adjusts_to_adamw = options.muon_momentum, options.muon_adjust_lr == "match_rms_adamw"
+        self._momentum = options.muon_momentum
         self._adam = adam
         if adam is not None:
             self.param_groups += adam.param_groups
@@ -68,9 +68,9 @@ class Muon(Optimizer):
         for group in self._matrices:
             params = [p for p in group["params"] if p.grad is not None]
             for p, direction in _orthogonalized(params, self._update):
-                local = local_shard(p)
+                local, scale = local_shard(p), 0.2 * math.sqrt(max(p.shape[-2:]))
                 local.mul_(1 - group["lr"] * group["weight_decay"])
-                local.add_(direction.to(local.device), alpha=-group["lr"] * self._scale_of(p.shape))
+                local.add_(direction.to(local.device), alpha=-group["lr"] * scale)
         if self._adam is not None:
             self._adam.step()
 
@@ -80,10 +80,6 @@ class Muon(Optimizer):
         gradient, buffer = local_shard(p.grad), local_shard(self.state[p]["momentum_buffer"])
         buffer.lerp_(gradient, 1 - self._momentum)
         return gradient.lerp(buffer, self._momentum).to(platform.local_device(), torch.bfloat16)
-
-    def _scale_of(self, shape: torch.Size) -> float:
-        rows, columns = shape[-2:]
-        return 0.2 * math.sqrt(max(rows, columns)) if self._adjusts_to_adamw else math.sqrt(max(1, rows / columns))
 
 
 def orthogonalize(update: Tensor) -> Tensor:

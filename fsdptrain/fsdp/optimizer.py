@@ -225,13 +225,11 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """Return the state of the optimizer by parameter name, to save or load in place.
 
-        Moments are DTensors; scalars, such as step counts, are views of shape [1]. An optimizer whose state is not
-        plain tensors returns these in a method `stored`, by parameter.
+        Moments are DTensors; scalars, such as step counts, are views of shape [1].
         """
-        stored = getattr(self._optimizer, "stored", None) or (lambda p: self._optimizer.state.get(p, {}))
         found: dict[str, Tensor] = {}
         for p, name in self._names.items():
-            for key, value in stored(p).items():
+            for key, value in self._optimizer.state.get(p, {}).items():
                 if not isinstance(value, Tensor):
                     kind = f"{type(value).__name__} {key!r}"
                     raise ConfigError(f"--optimizer {self._config.optimizer} keeps a {kind} as state: make it a tensor")
@@ -314,4 +312,4 @@ def _host_adam(optimizer: torch.optim.Optimizer, config: OptimConfig) -> "HostAd
     from fsdptrain.fsdp.host_adam import HostAdam
 
     assert isinstance(optimizer, torch.optim.AdamW), "the configuration refuses other optimizers"
-    return HostAdam(optimizer, on=config.offload_optimizer_step)
+    return HostAdam(optimizer)

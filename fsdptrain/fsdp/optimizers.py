@@ -11,7 +11,6 @@ The function of a user has the same signature. State that is allocated here cost
 loaded into it.
 """
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -35,7 +34,6 @@ OPTIMIZERS: Mapping[str, Build] = Table(
     {
         "adamw": "fsdptrain.fsdp.optimizers:adamw",
         "muon": "fsdptrain.fsdp.muon:muon",
-        "adamw8bit": "fsdptrain.fsdp.adamw8bit:adamw8bit",
         "sgd": "fsdptrain.fsdp.optimizers:sgd",
     }
 )
@@ -43,10 +41,7 @@ OPTIMIZERS: Mapping[str, Build] = Table(
 
 def find_optimizer(config: OptimConfig) -> Build:
     """Return the function of --optimizer. Raises ConfigError if it cannot be imported or called."""
-    name = config.optimizer
-    if name == "adamw8bit" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError("--optimizer adamw8bit needs the torchao package: pip install 'fsdptrain[torchao]'")
-    return resolve(name, OPTIMIZERS, flag="--optimizer", call=lambda f: f("groups", "options"))
+    return resolve(config.optimizer, OPTIMIZERS, flag="--optimizer", call=lambda f: f("groups", "options"))
 
 
 def build_optimizer(

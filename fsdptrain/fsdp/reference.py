@@ -51,6 +51,7 @@ class ReferenceBank:
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return what a checkpoint of the reference holds, sharded like `model`. Outside of `swapped_into`."""
+        reshard(model)  # a gathered parameter is a plain tensor, which does not tell how its shards lie
         names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
         banked = dict(zip(names, self._bank, strict=True))
         return {name: with_shard(tensor, banked[name]) for name, tensor in model_tensors(model).items()}

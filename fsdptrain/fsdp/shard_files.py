@@ -42,9 +42,6 @@ class ShardWrite:
     def in_background(self) -> bool:
         return self._future is not None
 
-    def is_done(self) -> bool:
-        return self._future is None or self._future.done()
-
     def digests(self, timeout_s: float) -> Mapping[str, FileDigest]:
         """Wait for the write, and return the digests of all files on rank 0. Raises CheckpointError."""
         if self._future is not None:
@@ -127,8 +124,9 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
 
     def finish(self, metadata: Any, results: Any) -> None:
         del metadata
+        folder = Path(Path(self.path).name)
         for [of_rank] in results:
-            self.digests |= {f"{Path(self.path).name}/{name}": digest for name, digest in of_rank.items()}
+            self.digests |= {str(folder / name): digest for name, digest in of_rank.items()}
 
 
 class _DigestingFileSystem(FileSystem):

@@ -1,7 +1,6 @@
 """Check that versions and options are the same on all ranks of a run."""
 
 import hashlib
-import json
 import os
 import platform
 import socket
@@ -23,11 +22,9 @@ Description = Mapping[str, str]
 
 def require_same_options(config: Config) -> None:
     """Compare versions and options of all ranks. Collective. Raises ConfigError on all ranks if they differ."""
-    ours = {**_versions(), **_options(config)}
-    digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()
-    if len(set(gather(digest))) > 1:
-        where = f"rank {os.environ['RANK']} ({socket.gethostname()})"
-        raise ConfigError(f"all ranks must have the same versions and options: {difference(gather((where, ours)))}")
+    where = f"rank {os.environ['RANK']} ({socket.gethostname()})"
+    if found := difference(gather((where, {**_versions(), **_options(config)}))):
+        raise ConfigError(f"all ranks must have the same versions and options: {found}")
 
 
 def difference(ranks: Sequence[tuple[str, Description]]) -> str:

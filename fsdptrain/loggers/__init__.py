@@ -21,8 +21,8 @@ __all__ = ["LOGGERS", "RunInfo", "build_loggers"]
 LOGGERS = Table[Callable[[RunInfo], Logger]](
     {
         "console": "fsdptrain.loggers.console:ConsoleLogger",
-        "wandb": "fsdptrain.loggers.wandb:WandbLogger",
-        "trackio": "fsdptrain.loggers.trackio:TrackioLogger",
+        "wandb": "fsdptrain.loggers.dashboards:open_wandb",
+        "trackio": "fsdptrain.loggers.dashboards:open_trackio",
     }
 )
 

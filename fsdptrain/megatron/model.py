@@ -10,10 +10,13 @@ from transformers import PreTrainedConfig
 from fsdptrain import platform, registry
 from fsdptrain.config import Config
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
-from fsdptrain.megatron.cpu_shims import quiet_megatron
+from fsdptrain.megatron.config import MegatronConfig
+from fsdptrain.megatron.cpu_shims import prepare_megatron, quiet_megatron
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.local_spec import completed
-from fsdptrain.megatron.transformer_config import rotary_options, wraps
+from fsdptrain.megatron.transformer_config import rotary_options, transformer_config, wraps
+from fsdptrain.model.loading.hub import resolve_config
+from fsdptrain.model.loading.meta import build_meta_model
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -40,6 +43,21 @@ def build_options(config: Config) -> dict[str, Any]:
         "recompute": config.section(ActivationMemoryConfig).gradient_checkpointing,
         "deterministic": config.model.deterministic_mode,
     }
+
+
+def check_sizes(config: Config) -> None:
+    """Raise ConfigError if megatron-core cannot build the model of `config`, or not in its parallel sizes.
+
+    Assumes GPUs with Transformer Engine, which allow the most: the run may be planned on another machine.
+    """
+    prepare_megatron()
+    model = build_meta_model(
+        resolve_config(config.model.hf_checkpoint),
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation="eager",
+    )
+    options: dict[str, Any] = build_options(config) | {"has_engine": True, "on_cpu": False}
+    transformer_config(model.config, config.section(MegatronConfig), **options)
 
 
 def layer_spec(

@@ -43,7 +43,7 @@ _CHANGES: tuple[Mapping[str, Any], ...] = (  # single changes that take less mem
     {"gradient_checkpointing": True, "gradient_checkpointing_kind": "full", "gradient_checkpointing_every": 1},
     {"offload_activations": True},
     {"offload_train": True},
-    {"offload_optimizer": False, "offload_optimizer_step": "host", "offload_train": False, "fsdp_cpu_offload": True},
+    {"offload_optimizer": False, "offload_train": False, "fsdp_cpu_offload": True},
     {"fsdp_cpu_offload": False},
 )
 
@@ -257,8 +257,6 @@ class Shapes:
             return (MASTER_BYTES,)
         if optimizer == "sgd":
             return (MASTER_BYTES,) if self._config.optim.sgd_momentum > 0 else ()
-        if optimizer == "adamw8bit" and parameter.numel() % 256 == 0 and not self._has_adapter:
-            return (1 + MASTER_BYTES / 256,) * 2
         return (MASTER_BYTES,) * 2
 
 

@@ -7,7 +7,6 @@ from agents import (
     Agent,
     ModelSettings,
     OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
     RunConfig,
     Runner,
     function_tool,
@@ -24,18 +23,15 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-@pytest.mark.parametrize("dialect", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_agent_calls_its_tool_and_answers(
-    endpoint: Endpoint, episodes: ScriptedEpisodes, dialect: type, streamed: bool
-) -> None:
+def test_an_agent_calls_its_tool_and_answers(endpoint: Endpoint, episodes: ScriptedEpisodes, streamed: bool) -> None:
     async def run() -> str:
         async with AsyncOpenAI(base_url=endpoint.url, api_key=KEY, max_retries=0) as client:
             settings = ModelSettings(temperature=0.7, parallel_tool_calls=True, include_usage=True, store=False)
             agent = Agent(
                 "clerk",
                 instructions="be brief",
-                model=dialect("tiny", client),
+                model=OpenAIChatCompletionsModel("tiny", client),
                 tools=[weather],
                 model_settings=settings,
             )

@@ -11,7 +11,7 @@ from tests.testing import spawn
 RULES = [
     AdvantageRule(ADVANTAGES["dr_grpo"], "batch"),
     AdvantageRule(ADVANTAGES["dr_grpo"], "whiten"),
-    AdvantageRule(ADVANTAGES["grpo"], "group", {"math": 1.0, "format": 0.5}),
+    AdvantageRule(ADVANTAGES["grpo"], "group"),
 ]
 
 

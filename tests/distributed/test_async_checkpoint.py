@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -56,6 +58,13 @@ def saver(model, optimizer, step, bank=None, stager=None):
     return partial(save_checkpoint, model=model, optimizer=optimizer, step=step, reference=reference, stager=stager)
 
 
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def write_both_ways(directory: str):
     """At once, and in a thread that is held until three more steps have changed all that it writes."""
     model, optimizer = build()
@@ -79,6 +88,7 @@ def write_both_ways(directory: str):
         later.check()
         newest = later.latest()
         watch.may_go_on.set()
+        eventually(lambda step=step: (later.directory / f"step_{step:08d}").exists())  # while a step is computed
         later.wait()
         found.append((changed, newest.name if newest else None, later.latest().name))
     return found

@@ -31,7 +31,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "plain": {},
     "parameters on the host": {"fsdp_cpu_offload": True},
     "optimizer on the host": {"offload_optimizer": True},
-    "optimizer on the host, steps on the device": {"offload_optimizer": True, "offload_optimizer_step": "device"},
     "activations on the host": {"offload_activations": True},
     "inputs of layers on the host": {"offload_activations": True, "gradient_checkpointing": True},
     "checkpointing": {"gradient_checkpointing": True},

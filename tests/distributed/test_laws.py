@@ -43,7 +43,7 @@ NUM_STEPS = 2
 SMALL_PACKS = 96  # several for each rank
 SLICES = (1, 1 << 30)  # bytes
 MEMORY = {"gradient_checkpointing", "gradient_checkpointing_kind", "gradient_checkpointing_every"}
-MEMORY |= {"offload_activations", "offload_optimizer", "offload_optimizer_step", "load_strategy"}
+MEMORY |= {"offload_activations", "offload_optimizer", "load_strategy"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family and changes
     "dense": ("qwen3", {}),
     "tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": zoo.VOCAB_SIZE + 1}),  # uneven
@@ -59,7 +59,7 @@ SPLIT = {"tensor_parallel_size": 2}
 DEALT = {"context_parallel_size": 2}
 EXPERTS = {"expert_parallel_size": 2}
 LAYERS = {"gradient_checkpointing": True, "gradient_checkpointing_every": 2, "offload_activations": True}
-OPTIMIZER = {"offload_optimizer": True, "offload_optimizer_step": "device"}
+OPTIMIZER = {"offload_optimizer": True}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """Every optimizer on real ranks against torch in one process, and runs that resume against runs that do not stop."""
 
 import copy
-import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import OptimConfig
-from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.mesh import build_mesh
@@ -38,12 +36,6 @@ from .sharded import SHARDING, full, full_state
 from .test_fsdp_backend import config, packs_of_this_rank, samples
 
 LR, DECAY, CLIP = 1e-2, 0.1, 2.0
-SQUARE = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}  # rows of whole blocks
 
 
 def nadam(groups: list[dict[str, Any]], options: OptimConfig) -> torch.optim.Optimizer:
@@ -72,10 +64,6 @@ def references(model: Any, name: str) -> list[torch.optim.Optimizer]:
         adjust = {"adjust_lr_fn": "match_rms_adamw"}
         groups = [{"params": others, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
         return [torch.optim.Muon(flat, lr=2 * LR, weight_decay=DECAY, **adjust), adamw_of(groups)]
-    if name == "adamw8bit":
-        from torchao.optim import AdamW8bit
-
-        return [AdamW8bit(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)]
     if name == "sgd":
         return [torch.optim.SGD(groups, lr=LR, momentum=0.9)]
     return [adamw_of(groups)] if name == "adamw" else [nadam(groups, OptimConfig(lr=LR))]
@@ -95,7 +83,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {  # ranks, 
     "muon, experts": (2, "muon", {"num_experts": 6}, {"muon_lr": 2 * LR}),
     "muon, experts cut along columns": (4, "muon", {"num_experts": 6}, {"muon_lr": 2 * LR}),
     "muon, replicas": (4, "muon", {"intermediate_size": 129}, {"muon_lr": 2 * LR}),
-    "adamw8bit": (2, "adamw8bit", SQUARE, {}),
     "sgd": (2, "sgd", {"intermediate_size": 129}, {"sgd_momentum": 0.9}),
     "a user's": (2, f"{__name__}:nadam", {"intermediate_size": 129}, {}),
 }
@@ -104,12 +91,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {  # ranks, 
 def compare(case: str) -> tuple[float, float]:
     """Two steps; the largest difference of a weight, and of a weight of stacked experts."""
     _, name, sizes, options = CASES[case]
-    build = zoo.build("qwen3_moe", **sizes) if "num_experts" in sizes else tiny_qwen3(**sizes)
-    plain = build if name == "adamw8bit" else build.double()
+    plain = (zoo.build("qwen3_moe", **sizes) if "num_experts" in sizes else tiny_qwen3(**sizes)).double()
     sharded = copy.deepcopy(plain)
     shard_model(sharded, build_mesh(2 if case == "muon, replicas" else 1), compute_dtype=plain.dtype, **SHARDING)
-    clip = 0.0 if name == "adamw8bit" else CLIP  # a norm that differs in its last bit may change codes
-    config = OptimConfig(optimizer=name, lr=LR, weight_decay=DECAY, clip_grad=clip, **options)
+    config = OptimConfig(optimizer=name, lr=LR, weight_decay=DECAY, clip_grad=CLIP, **options)
     optimizer = Optimizer(sharded, config, total_steps=10, fp16=False)
     stock: list[torch.optim.Optimizer] = []
     for step in range(2):
@@ -118,13 +103,12 @@ def compare(case: str) -> tuple[float, float]:
             gradient = torch.randn(p.shape, generator=generator, dtype=p.dtype)
             p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
             own.grad = own_gradient(p.grad, own)
-        nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         optimizer.clip()
         optimizer.step()
         stock = stock or references(plain, name)
-        with torch.compiler.set_stance("force_eager"):
-            for reference in stock:
-                reference.step()
+        for reference in stock:
+            reference.step()
     found, experts = full_state(sharded), [0.0]
     differences = {n: (p - found[n]).abs().max().item() for n, p in plain.named_parameters()}
     experts += [differences.pop(n) for n, p in plain.named_parameters() if p.ndim == 3]
@@ -137,7 +121,7 @@ def own_gradient(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
-@pytest.mark.parametrize("case", only(["adamw", "muon", "muon, experts", "adamw8bit", "sgd", "a user's"], CASES))
+@pytest.mark.parametrize("case", only(["adamw", "muon", "muon, experts", "sgd", "a user's"], CASES))
 def test_steps_on_shards_are_those_of_torch_on_the_whole_model(case: str) -> None:
     for difference, of_experts in spawn(CASES[case][0], compare, case):
         assert difference < 1e-12
@@ -145,7 +129,7 @@ def test_steps_on_shards_are_those_of_torch_on_the_whole_model(case: str) -> Non
         assert of_experts < 2 * LR * 0.2 * 10 / 2**8
 
 
-RESUMED = {"muon": {}, "adamw8bit": {"lr": 1e-3}, "sgd": {"sgd_momentum": 0.9}, f"{__name__}:nadam": {}}
+RESUMED = {"muon": {}, "sgd": {"sgd_momentum": 0.9}, f"{__name__}:nadam": {}}
 
 
 def state(backend: FSDPBackend) -> dict[str, torch.Tensor]:
@@ -198,11 +182,10 @@ def loaded(checkpoint: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_other_numbers_of_ranks_load_the_same_state(
     tmp_path,
 ) -> None:
-    checkpoint = str(save_tiny_checkpoint(tmp_path / "model", **SQUARE))
+    checkpoint = str(save_tiny_checkpoint(tmp_path / "model"))
     ranks = spawn(2, interrupted, checkpoint, str(tmp_path / "run"))
     assert [differing for differing, _ in ranks] == [[], []]
     saved = ranks[0][1]
-    assert saved["adamw8bit"]["optimizer.model.layers.0.mlp.up_proj.weight.exp_avg.codes"].dtype == torch.uint8
     [found] = spawn(1, loaded, checkpoint, str(tmp_path / "run"))
     for name in RESUMED:
         assert same(found[name], saved[name]), name
@@ -229,10 +212,10 @@ def save_a_step(checkpoint: str, folder: str, values: dict[str, Any]) -> dict[st
 
 @pytest.mark.parametrize(
     "values",
-    [{"optimizer": "muon"}, {"optimizer": f"{__name__}:nadam"}, {"optimizer": "adamw8bit", "fp8": ["training"]}],
+    [{"optimizer": "muon", "fp8": ["training"]}, {"optimizer": f"{__name__}:nadam"}],
 )
 def test_a_run_is_exported_without_its_optimizer_and_without_torchao(tmp_path, monkeypatch, values) -> None:
-    checkpoint = save_tiny_checkpoint(tmp_path / "model", **SQUARE)
+    checkpoint = save_tiny_checkpoint(tmp_path / "model")
     [trained] = spawn(1, save_a_step, str(checkpoint), str(tmp_path), values)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"hf_checkpoint": str(checkpoint), "bf16": False} | values))
     [step] = (tmp_path / "checkpoints").glob("step_*")
@@ -241,23 +224,6 @@ def test_a_run_is_exported_without_its_optimizer_and_without_torchao(tmp_path, m
     export_checkpoint(step, tmp_path / "hf")
     exported = load_files(tmp_path / "hf")
     assert same({name: trained[name] for name in exported}, exported)
-
-
-def load_elsewhere(checkpoint: str, folder: str) -> str:
-    backend = FSDPBackend(config(checkpoint, optimizer="adamw8bit"), total_steps=10)
-    latest = CheckpointFolder(Path(folder), keep_last=1).latest()
-    assert latest is not None
-    with pytest.raises(CheckpointError) as caught:
-        backend.load(latest)
-    return str(caught.value)
-
-
-def test_moments_of_experts_that_other_ranks_cut_along_columns_are_refused_in_one_line(tmp_path) -> None:
-    zoo.build("qwen3_moe", num_experts=6, hidden_size=256).save_pretrained(tmp_path / "moe")
-    spawn(2, save_a_step, str(tmp_path / "moe"), str(tmp_path), {"optimizer": "adamw8bit"})
-    for line in spawn(4, load_elsewhere, str(tmp_path / "moe"), str(tmp_path)):
-        assert re.search(r"no model\..*experts.*--optimizer adamw8bit has another form on this number of ranks", line)
-        assert "\n" not in line
 
 
 def test_a_function_that_cannot_be_called_is_refused_by_name() -> None:

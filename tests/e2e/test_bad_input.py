@@ -28,11 +28,11 @@ def missing_shard(folder: Path, checkpoint: Path) -> list[str]:
     return ["--hf-checkpoint", str(broken)]
 
 
-def giant_model(folder: Path, checkpoint: Path) -> list[str]:
-    giant = copy_of(checkpoint, folder)
-    sizes = json.loads((giant / "config.json").read_text()) | {"hidden_size": 65536, "intermediate_size": 262144}
-    (giant / "config.json").write_text(json.dumps(sizes))
-    return ["--hf-checkpoint", str(giant)]
+def sizes_of_another_model(folder: Path, checkpoint: Path) -> list[str]:
+    broken = copy_of(checkpoint, folder)
+    sizes = json.loads((broken / "config.json").read_text()) | {"intermediate_size": 8}
+    (broken / "config.json").write_text(json.dumps(sizes))
+    return ["--hf-checkpoint", str(broken)]
 
 
 def no_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
@@ -82,7 +82,7 @@ def flags(*values: str) -> Prepare:
 
 BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (missing_shard, ["--hf-checkpoint", "model-00002"]),
-    (giant_model, ["--hf-checkpoint", "GiB", "host"]),
+    (sizes_of_another_model, ["--hf-checkpoint", "another shape than config.json says"]),
     (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
     (tokenizer_of_another_model, ["--hf-checkpoint", "its tokenizer uses token id 260", "200 tokens"]),
     (raising_reward, ["--max-unscored-fraction", "ZeroDivisionError"]),

@@ -1,6 +1,5 @@
 """The real command in a process of its own: quick, quiet, and honest about every mistake."""
 
-import json
 import os
 import re
 import shutil
@@ -174,20 +173,6 @@ def test_a_dry_run_takes_a_slice_of_a_folder(tmp_path):
         assert "# not checked: --prompt-data folder beyond its first row" in done.stdout.splitlines()
 
 
-def test_a_key_in_a_column_of_mappings_is_a_column(tmp_path):
-    rows = [{"prompt": "a", "answer": {"value": "2", "parts": {"unit": "m"}}}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    for name in ("rows.parquet", "rows.jsonl"):
-        known, unknown = (
-            fsdptrain(*MODEL, "--prompt-data", name, "--label-key", f"answer.{key}", "--dry-run", cwd=tmp_path)
-            for key in ("parts.unit", "unit")
-        )
-        assert known.returncode == 0, known.stderr
-        assert (unknown.returncode, unknown.stderr.count("\n")) == (2, 1)
-        assert "--label-key 'answer.unit' is not a column" in unknown.stderr
-
-
 @pytest.mark.parametrize("first", [None, {"value": None}])
 def test_a_key_may_be_null_in_the_first_row(first, tmp_path):
     """The checks before torch and those of the run agree on it."""
@@ -219,11 +204,6 @@ def test_a_dry_run_checks_the_columns_of_folders_and_arrow_files(made, tmp_path)
     assert (known.returncode, known.stderr) == (0, "")
     assert (unknown.returncode, unknown.stdout, unknown.stderr.count("\n")) == (2, "", 1)
     assert f"--label-key 'answer' is not a column of --prompt-data {made}" in unknown.stderr
-
-
-def test_a_column_that_only_later_rows_have_is_a_column(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "label": "2"}\n')
-    assert fsdptrain(*MODEL, "--prompt-data", "rows.jsonl", "--dry-run", cwd=tmp_path).returncode == 0
 
 
 def test_a_dry_run_says_what_it_did_not_check(tmp_path):

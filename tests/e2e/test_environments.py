@@ -9,7 +9,6 @@ from examples import stages
 from examples.calculator import train as calculator
 from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of, trained
-from tests.e2e.test_train import learned
 
 GRPO = [*calculator.ENVIRONMENT, *calculator.TASK, *stages.GRPO, *stages.BOTH]
 
@@ -47,24 +46,6 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
     pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|user\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
     for a, b, heard, answer in (re.fullmatch(pattern, row["response"]).groups() for row in shown):  # type: ignore[union-attr]
         assert int(a) * int(b) == int(heard) == int(answer)
-
-
-@pytest.mark.matrix
-def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> None:
-    base = ["--hf-checkpoint", str(warm_model), *GRPO]
-    base += ["--rollout-batch-size", "4", "--global-batch-size", "16", "--eval-size", "3", "--eval-interval", "2"]
-    base += ["--save-interval", "1", "--no-export", "--log-to"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    results = [
-        command.run(
-            [*base, "--output-dir", str(folder), "--num-rollout", str(count)], tmp_path / f"{folder.name}{count}"
-        )
-        for folder, count in ((whole, 4), (parts, 2), (parts, 4))
-    ]
-    assert [result.code for result in results] == [0, 0, 0], results[-1].err
-    assert learned(parts) == learned(whole)
-    assert rows_of(parts / "samples.jsonl") == rows_of(whole / "samples.jsonl")
-    assert any("episode/turns_mean" in row and row["episode/turns_mean"] > 1 for row in metrics_of(whole))
 
 
 def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_path: Path) -> None:

@@ -3,25 +3,11 @@
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3MoeForCausalLM
 
-from tests import zoo
 from tests.e2e import command
 from tests.e2e.command import UNEVALUATED, metrics_of
-from tests.testing import tiny_tokenizer
 
 TINY = [*UNEVALUATED, "--keep-last", "0"]
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random tiny Qwen3-MoE with its tokenizer, as a hub folder."""
-    folder = tmp_path_factory.mktemp("hub") / "moe"
-    model = zoo.build("qwen3_moe", router_aux_loss_coef=0.02)
-    assert isinstance(model, Qwen3MoeForCausalLM)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float]]:

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3MoeForCausalLM
 
 from tests import zoo
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 from tests.matrix import only
-from tests.testing import rank_variables, tiny_tokenizer
+from tests.testing import rank_variables
 
 # two epochs, old and reference logprobs, and a KL term that is exchanged between the owners of samples and their packs
 FLAGS = "--steps-per-rollout 4 --epochs-per-rollout 2 --kl-reward-coef 0.1 --save-interval 1"
@@ -23,16 +22,6 @@ SPLITS = {
     # a sequence fits into the tokens of two GPUs only
     "context": ("qwen3", ["--context-parallel-size", "2", "--max-tokens-per-gpu", "40", "--gradient-checkpointing"]),
 }
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hub") / "moe"
-    model = zoo.build("qwen3_moe")
-    assert isinstance(model, Qwen3MoeForCausalLM)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float]]:

@@ -44,21 +44,3 @@ def test_kernels_are_not_compared_with_a_function_that_a_package_replaces(tmp_pa
     result = command.run_with_path([*flags, "--output-dir", str(tmp_path / "run")], tmp_path / "log", tmp_path)
     assert result.code == 2
     assert "--logprob-kernel triton cannot be used: a plug-in replaces chunked_logprobs; use" in result.err
-
-
-def test_a_broken_package_ends_the_run_in_one_line(tmp_path: Path, checkpoint: Path):
-    install(tmp_path, "acme", GROUP, [f"cpu.{KEY} = acme_kernels:attention"], {"acme_kernels": "import not_there"})
-    result = command.run_with_path(["inspect", "--hf-checkpoint", str(checkpoint)], tmp_path / "log", tmp_path)
-    assert result.code == 2
-    assert result.err.startswith(f"fsdptrain: plug-in cpu.{KEY} = acme_kernels:attention of acme 1.0 cannot be loaded")
-    assert result.err.count("\n") == 1
-
-
-def test_a_device_that_is_not_here_is_one_line(tmp_path: Path, checkpoint: Path):
-    flags = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "console", "--output-dir", str(tmp_path / "run")]
-    process = command.start(flags, tmp_path, {"FSDPTRAIN_PLATFORM": "xpu"})
-    process.join(60)
-    assert process.exitcode == 2
-    error = (tmp_path / "err").read_text()
-    assert error.startswith("fsdptrain: FSDPTRAIN_PLATFORM=xpu: torch finds no such device on this machine; use cpu")
-    assert error.count("\n") == 1

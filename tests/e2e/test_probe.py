@@ -18,9 +18,3 @@ def test_the_layout_is_known_without_weights(name: str, layout: str, tmp_path: P
     [line] = [line for line in result.out.splitlines() if line.startswith("# layout: ")]
     assert line.startswith(f"# layout: {layout}, ")
     assert "backward" in result.out
-
-
-def test_a_probe_without_a_dry_run_is_refused(tmp_path: Path) -> None:
-    result = command.run(["--hf-checkpoint", "x", "--probe"], tmp_path)
-    assert result.code == 2
-    assert "--dry-run" in result.err

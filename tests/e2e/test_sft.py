@@ -17,7 +17,6 @@ from tests.e2e import command
 from tests.e2e.command import metrics_of, trained
 from tests.testing import tiny_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 CHATS = [
     [
         {"role": "user", "content": f"say {i}"},
@@ -125,28 +124,6 @@ def test_responses_are_generated_and_rewarded_if_asked_for(checkpoint, tmp_path)
     result = command.run([*chats, "--sft-eval-generate"], tmp_path / "out")
     assert result.code == 2
     assert "--sft-eval-generate needs rows with a prompt and a label" in result.err.strip().splitlines()[-1]
-
-
-def test_the_recipe_trains_on_rows_of_a_file(checkpoint, tmp_path) -> None:
-    argv = [
-        "--recipe",
-        str(RECIPES / "sft_qwen2.5_7b.yaml"),
-        "--prompt-data",
-        write(tmp_path / "r.jsonl", [{"messages": c} for c in CHATS]),
-    ]
-    argv += [
-        "--hf-checkpoint",
-        str(checkpoint),
-        "--eval-size",
-        "2",
-        "--num-rollout",
-        "1",
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    result = command.run(argv, tmp_path / "out")
-    assert result.code == 0, result.err
-    assert trained(metrics_of(tmp_path / "run"))[0]["progress/samples"] == 64
 
 
 def test_the_eval_command_computes_the_loss_of_a_supervised_run(checkpoint, tmp_path) -> None:

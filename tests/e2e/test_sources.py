@@ -14,8 +14,6 @@ from tests.e2e import command
 from tests.e2e.command import TINY_RUN, metrics_of, trained
 from tests.testing import spawn, tiny_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
 
 def write(folder: Path) -> list[str]:
     """Write two sources of different forms, and return --prompt-data."""
@@ -25,20 +23,6 @@ def write(folder: Path) -> list[str]:
     for name, rows in (("texts", texts), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [f"{folder}/texts.jsonl=0.25", f"{folder}/pairs.jsonl=0.75"]
-
-
-def ids_on_this_rank(sources: list[str]) -> list[str]:
-    config = Config(
-        hf_checkpoint="x", algorithm="sft", prompt_data=sources, prompt_data_streaming=True, prompt_data_buffer=4,
-        eval_size=2,
-    )  # fmt: skip
-    return [prompt.id for prompt in build_data(config, tiny_tokenizer(), None, None).stream.next(60)]
-
-
-def test_ranks_draw_the_same_prompts(tmp_path: Path) -> None:
-    first, second = spawn(2, ids_on_this_rank, write(tmp_path))
-    assert first == second
-    assert {name.partition("/")[0] for name in first} == {"texts", "pairs"}
 
 
 def refusal_on_this_rank(counts: list[int], folder: Path) -> str:
@@ -109,13 +93,3 @@ def test_rewards_are_reported_by_source(checkpoint: Path, tmp_path: Path) -> Non
     assert sum(counts) == row["progress/samples"]
     assert sum(c * r for c, r in zip(counts, rewards, strict=True)) / sum(counts) == pytest.approx(row["reward/mean"])
     assert "eval/heldout_spell_backward/accuracy" in rows[0]
-
-
-def test_the_recipe_of_two_sources_runs(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--recipe", str(RECIPES / "mixture_qwen3_4b.yaml"), "--hf-checkpoint", str(checkpoint)]
-    argv += ["--num-rollout", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--no-export"]
-    argv += ["--rollout-max-response-len", "4", "--rollout-max-prompt-len", "900", "--max-tokens-per-gpu", "1024"]
-    argv += ["--no-bf16", "--eval-size", "2", "--output-dir", str(tmp_path / "run"), "--log-to", "console"]
-    result = command.run([*argv, "--chat-template-kwargs", "enable_thinking=false"], tmp_path / "out")
-    assert result.code == 0, result.err
-    assert "source/gsm_symbolic/samples" in trained(metrics_of(tmp_path / "run"))[0]

@@ -144,8 +144,7 @@ def test_commands_of_fsdp_alone_say_so(dense: Path, tmp_path: Path) -> None:
     model = ["--hf-checkpoint", str(dense), "--backend", "megatron"]
     planned = line_of(["plan", *model, "--num-gpus", "1", "--gpu-memory-gib", "80"], tmp_path)
     assert planned.startswith("fsdptrain plan supports --backend fsdp only")
-    compared = line_of(["inspect", *model, "--against-checkpoint"], tmp_path)
-    assert compared.startswith("--against-checkpoint requires --backend fsdp")
+    assert line_of(["inspect", *model], tmp_path).startswith("fsdptrain inspect supports --backend fsdp only")
 
 
 @pytest.mark.matrix
@@ -160,8 +159,8 @@ def test_commands_of_fsdp_alone_say_so(dense: Path, tmp_path: Path) -> None:
 def test_layers_of_a_user_that_are_not_the_models_end_the_command(
     spec: str, words: str, dense: Path, tmp_path: Path
 ) -> None:
-    """In bfloat16, the default."""
-    argv = ["inspect", "--hf-checkpoint", str(dense), "--backend", "megatron"]
+    argv = ["--hf-checkpoint", str(dense), *command.TINY_RUN, "console", "--output-dir", str(tmp_path / "run")]
+    argv += ["--backend", "megatron"]
     assert words in line_of([*argv, "--megatron-spec", f"tests.megatron.wrapped_cases:{spec}"], tmp_path)
 
 

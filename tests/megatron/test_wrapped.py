@@ -93,7 +93,7 @@ def test_classes_are_those_that_the_models_own_layers_have():
         ("qwen3", {}, {"engine bf16": "packed", "engine fp32": "padded", "plain": "padded"}),
         ("qwen3", {"context_parallel": 2}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),
         ("qwen3", {"context_parallel": 2, "spec": "my.layers:mine"}, {"plain": "packed"}),
-        ("qwen3", {"spec": WRAPPED}, {"plain": "packed"}),  # as `inspect` builds the copy of a run that deals packs
+        ("qwen3", {"spec": WRAPPED}, {"plain": "packed"}),
         ("qwen3_next", {"spec": "my.layers:mine"}, {"engine bf16": "packed", "plain": "padded"}),
         ("qwen3_next", {}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),
         ("qwen3_next", {"moe_dispatcher": "allgather"}, dict.fromkeys(("engine bf16", "plain"), "padded")),

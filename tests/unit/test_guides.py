@@ -34,7 +34,9 @@ def commands(page: Path) -> list[str]:
     return [line[found.end() :].strip() for line in indented_commands(page) if (found := begin.match(line))]
 
 
-ALL_COMMANDS = [(page.name, line) for page in [*GUIDES, *map(DOCS.joinpath, OTHERS)] for line in commands(page)]
+README = ROOT / "README.md"
+PAGES = [README, *GUIDES, *map(DOCS.joinpath, OTHERS)]
+ALL_COMMANDS = [(page.name, line) for page in PAGES for line in commands(page)]
 
 
 def test_there_are_commands() -> None:
@@ -50,6 +52,12 @@ def test_a_command_of_a_guide_is_accepted(page: str, line: str, monkeypatch: pyt
     if line.startswith("--") and ELLIPSIS not in line and is_here(line):
         monkeypatch.chdir(ROOT)
         assert resolve(shlex.split(line)).config.model.hf_checkpoint
+
+
+def test_no_command_of_the_readme_is_expanded_by_a_shell() -> None:
+    """`?` and `*` outside quotes stop zsh with `no matches found`."""
+    for line in commands(README):
+        assert not set("?*[") & set(re.sub(r"'[^']*'", "", line)), line
 
 
 def is_here(line: str) -> bool:

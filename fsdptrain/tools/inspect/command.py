@@ -1,19 +1,12 @@
 """`fsdptrain inspect`: what would run."""
 
-import sys
 from collections.abc import Sequence
 
-from fsdptrain.config.flags import Option, Resolved, asks_for_help, resolve
+from fsdptrain.config.flags import asks_for_help, resolve
 from fsdptrain.errors import ConfigError
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, NUM_GPUS, check_machine, print_json, quiet_transformers
 
-INSPECT = {
-    "num_gpus": NUM_GPUS,
-    "json": JSON,
-    "against_checkpoint": Option(
-        "--against-checkpoint", bool, "Compare names and shapes with the checkpoint's files.", False
-    ),
-}
+INSPECT = {"num_gpus": NUM_GPUS, "json": JSON}
 INSPECT_USAGE = """\
 What will run, by config.json alone: modules, layout, kernels, dtypes.
 
@@ -21,7 +14,7 @@ Takes any option of a run too; with --strict a fallback ends in exit code 2."""
 
 
 def inspect(argv: Sequence[str]) -> int:
-    """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
+    """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [run flags]`."""
     if asks_for_help(argv):
         from fsdptrain.help_text import print_options
 
@@ -30,33 +23,16 @@ def inspect(argv: Sequence[str]) -> int:
     check_machine({"num_gpus": resolved.own["num_gpus"]})
     quiet_transformers()
     if resolved.config.model.backend == "megatron":
-        return _inspect_megatron(resolved)
+        raise ConfigError(
+            "fsdptrain inspect supports --backend fsdp only: a run with --backend megatron checks its build"
+        )
     from fsdptrain.tools.inspect import inspection  # lazy: imports torch
     from fsdptrain.tools.inspect.text import print_inspection
 
-    own = {key: resolved.own[key] for key in ("num_gpus", "against_checkpoint")}
-    found = inspection.inspect_model(resolved.config, **own)
+    found = inspection.inspect_model(resolved.config, num_gpus=resolved.own["num_gpus"])
     if resolved.own["json"]:
         print_json(found.as_dict())
     else:
         print_inspection(found)
     inspection.raise_problems(found, strict=resolved.config.model.strict)
-    return 0
-
-
-def _inspect_megatron(resolved: Resolved) -> int:
-    if resolved.own["against_checkpoint"]:
-        raise ConfigError(
-            "--against-checkpoint requires --backend fsdp: a run with --backend megatron checks it at start"
-        )
-    from fsdptrain.megatron.inspection import inspect_build  # lazy: imports torch
-    from fsdptrain.model.probes.kernels import require_no_fallback
-
-    found = inspect_build(resolved.config)
-    if resolved.own["json"]:
-        print_json(found.as_dict())
-    else:
-        sys.stdout.write("".join(f"{line}\n" for line in found.lines))
-    if resolved.config.model.strict:
-        require_no_fallback(found.kernels)
     return 0

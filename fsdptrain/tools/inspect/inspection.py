@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.errors import NumericsError
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
@@ -31,7 +31,7 @@ from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.estimate import Shapes
 from fsdptrain.model.attention.attention import resolve_attention
 from fsdptrain.model.layer_kinds import layer_kinds
-from fsdptrain.model.loading.files import stored_dtype, weight_files
+from fsdptrain.model.loading.files import stored_dtype
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers
 from fsdptrain.model.loading.meta import build_meta_model
@@ -73,7 +73,6 @@ class Inspection:
     kernels: list[Kernel]
     device_type: str
     overrides: list[Override]  # plug-ins for this device
-    differences: Mapping[str, list[str]] | None  # from the checkpoint files; None: not compared
 
     @property
     def fallbacks(self) -> list[str]:
@@ -83,11 +82,8 @@ class Inspection:
         return {**asdict(self), "fallbacks": self.fallbacks}
 
 
-def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = False) -> Inspection:
-    """Inspect the model of `config`. against_checkpoint: add the differences between it and the safetensors files.
-
-    Raises CheckpointError if config.json or the files cannot be read, or the model cannot be trained from them.
-    """
+def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
+    """Inspect the model of `config`. Raises CheckpointError if config.json cannot be read."""
     device_type = platform.device_type()
     overrides = install_overrides(device_type)  # before the probe, which uses them
     model, path = meta_model(config, with_adapters=True)
@@ -116,15 +112,7 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
         ],
         device_type=device_type,
         overrides=overrides,
-        differences=_differences(config) if against_checkpoint else None,
     )
-
-
-def _differences(config: Config) -> Mapping[str, list[str]]:
-    from fsdptrain.model.loading.compare import compare_names  # private names of transformers: import only if needed
-
-    model, path = meta_model(config)
-    return {name: names for name, names in vars(compare_names(model, path, weight_files(path))).items() if names}
 
 
 def probe_line(config: Config) -> str:
@@ -138,15 +126,9 @@ def probe_line(config: Config) -> str:
 
 
 def raise_problems(report: Inspection, *, strict: bool) -> None:
-    """Raise the error that a run would raise.
-
-    Raises NumericsError, CheckpointError, or, with `strict`, ConfigError for a fallback.
-    """
+    """Raise the error that a run would raise: NumericsError or, with `strict`, ConfigError for a fallback."""
     if report.refusal:
         raise NumericsError(report.refusal)
-    if report.differences:
-        found = ", ".join(f"{len(names)} {name}" for name, names in report.differences.items())
-        raise CheckpointError(f"--hf-checkpoint {report.checkpoint}: the files do not fit the model: {found}")
     if strict:
         require_no_fallback(report.kernels)
 

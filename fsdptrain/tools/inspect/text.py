@@ -13,7 +13,6 @@ from fsdptrain.tools.inspect.inspection import Group, Inspection
 from fsdptrain.tools.inspect.module_tree import Part
 
 WIDEST = 100  # columns
-_SHOWN = 8  # maximum number of names per difference
 
 
 def print_inspection(report: Inspection) -> None:
@@ -25,8 +24,6 @@ def print_inspection(report: Inspection) -> None:
     section(console, f"FSDP groups over {_ranks(report.parameters['num_shards'])}", groups)
     section(console, "Computation", facts(_computation(report)))
     section(console, "Dtypes", facts(report.dtypes.items()))
-    if report.differences is not None:
-        section(console, "Against the files", facts(_differences(report.differences)))
 
 
 def narrow_console() -> Console:
@@ -119,14 +116,6 @@ def _probe(probe: LayoutProbe) -> str:
         f"{probe.layout} against one by one: logprobs {probe.max_difference:.1g}, gradients "
         f"{probe.gradient_difference:.1g} (at most {probe.tolerance:g}), on a small random copy"
     )
-
-
-def _differences(differences: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
-    if not differences:
-        yield "all names and shapes", "the same"
-    for name, found in differences.items():
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        yield f"! {name}", f"{len(found)}: {', '.join(found[:_SHOWN])}{more}"
 
 
 def _ranks(number: int) -> str:

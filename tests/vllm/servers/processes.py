@@ -1,4 +1,4 @@
-"""The processes of a server: the one that listens, its engine and its worker. They are one group."""
+"""Signals to the processes of a server: the one that listens, its engine and its worker, which are one group."""
 
 import os
 
@@ -8,12 +8,6 @@ import psutil
 def send(url: str, number: int) -> None:
     """A signal to all of them at one time: none is left that could notice the death of another."""
     os.killpg(os.getpgid(listening(url).pid), number)
-
-
-def worker(url: str) -> psutil.Process:
-    """The one that holds the model."""
-    [found] = [p for p in listening(url).children(recursive=True) if p.name().startswith("VLLM::Worker")]
-    return found
 
 
 def listening(url: str) -> psutil.Process:

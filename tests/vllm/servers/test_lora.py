@@ -8,10 +8,10 @@ import pytest
 from tests.agreement import difference
 from tests.testing import spawn
 from tests.vllm import contract
+from tests.vllm.faults import train_adapter
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import PYTHON
 from tests.vllm.servers.processes import send
-from tests.vllm.test_lora import train
 
 pytestmark = pytest.mark.matrix
 
@@ -29,7 +29,7 @@ def probed(options: dict[str, Any]) -> tuple[list[float], list[list[list[float]]
 
     try:
         for version in range(3):
-            train(backend, version)
+            train_adapter(backend, version)
             assert backend.push_weights(engine, version)
             look(version)
         send(engine.clients[0].url, signal.SIGKILL)

@@ -1,0 +1,115 @@
+"""Weights & Biases and trackio, with samples as tables.
+
+`WANDB_MODE=offline` writes to output_dir/wandb for a later `wandb sync`. trackio is local: `trackio show`. Its database
+is in TRACKIO_DIR, by default `trackio` beside output_dir, so that runs of one folder show up together.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.loggers.run_info import RunInfo
+
+_LOG = logging.getLogger(__name__)
+_PER_TOKEN = ("tokens", "rollout_logprobs", "logprobs", "advantages")  # only for samples.jsonl: `fsdptrain watch`
+
+
+class Dashboard:
+    """A run of one of the packages."""
+
+    def __init__(
+        self, write: Callable[[Mapping[str, Any], int], None], table: Callable[..., Any], finish: Callable[[], None]
+    ) -> None:
+        """write: of (values, step). table: of `columns` and `data`."""
+        self._write = write
+        self._table = table
+        self._finish = finish
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._write(metrics, step)
+
+    def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
+        if samples:
+            columns, rows = sample_table(samples)
+            self._write({f"samples/{samples[0].get('set', 'all')}": self._table(columns=columns, data=rows)}, step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._finish()
+
+
+def open_wandb(info: RunInfo) -> Dashboard:
+    """Open a run of wandb, the same one on resume."""
+    try:
+        import wandb
+        from wandb.errors import CommError, UsageError
+    except ImportError as error:
+        raise ConfigError("--log-to wandb needs the wandb package: pip install 'fsdptrain[wandb]'") from error
+    try:
+        run = wandb.init(
+            project=info.project,
+            name=info.run_name,
+            id=_run_id(info.output_dir, fresh=info.resumed_step is None),
+            resume="allow",
+            dir=info.output_dir,
+            config=info.config.as_dict() if info.config is not None else {},
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except (UsageError, CommError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"--log-to wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
+    run.define_metric("*", step_metric="step")  # wandb's own step cannot decrease on resume
+    table = partial(wandb.Table, allow_mixed_types=True)  # labels may be numbers or text
+    return Dashboard(lambda values, step: run.log({**values, "step": step}), table, run.finish)
+
+
+def _run_id(output_dir: Path, *, fresh: bool) -> str:
+    """Return the wandb id of this run, which is stored in `output_dir`."""
+    path = output_dir / "wandb_run_id"
+    if fresh or not path.exists():
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text()
+
+
+def open_trackio(info: RunInfo) -> Dashboard:
+    """Open a run of trackio, that of the same name on resume."""
+    folder = os.environ.setdefault("TRACKIO_DIR", str(info.output_dir.resolve().parent / "trackio"))  # read on import
+    try:
+        import trackio
+    except ImportError as error:
+        raise ConfigError("--log-to trackio needs the trackio package: pip install 'fsdptrain[trackio]'") from error
+    with contextlib.redirect_stdout(io.StringIO()):  # replaces six lines about the dashboard by our one line
+        run = trackio.init(
+            project=info.project,
+            name=info.run_name,
+            config=info.config.as_dict() if info.config is not None else None,
+            resume="allow" if info.resumed_step is not None else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+    _LOG.info("dashboard: TRACKIO_DIR=%s trackio show --project %s", folder, info.project)
+
+    def write(values: Mapping[str, Any], step: int) -> None:
+        run.log({name: x for name, x in values.items() if not isinstance(x, float) or math.isfinite(x)}, step=step)
+
+    return Dashboard(write, trackio.Table, trackio.finish)
+
+
+def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return columns and rows. Numbers stay numbers; other values become text, because a column has one type."""
+    columns = [name for name in dict.fromkeys(name for sample in samples for name in sample) if name not in _PER_TOKEN]
+    return columns, [[_cell(sample.get(column)) for column in columns] for sample in samples]
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, int | float) else str(value)
