@@ -158,7 +158,7 @@ def engine_side(args: argparse.Namespace) -> Iterator[Callable[[], Round]]:
     if args.side == "vllm-server":
         options |= {"rollout_num_servers": 1, "rollout_server_python": str(args.vllm_python)}
     device = local_device()
-    make_engine = engine_factory(args.side, device_type=device.type)
+    make_engine = engine_factory(args.side)
     engine = make_engine(Config(**options), checkpoint=args.model, device=device)
     weights = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).state_dict()
     asked = [Prompt(str(i), ids, "") for i, ids in enumerate(prompts(args))]

@@ -158,8 +158,8 @@ gradient and multiplies the policy's loss before aggregation; a token of weight 
 ELSEWHERE = """
 ## Differences from TRL
 
-Differences from `GRPOTrainer` of TRL 1.16. Tests compare the other losses and advantages that both have with TRL's
-functions.
+Differences from `GRPOTrainer` of TRL 1.16. A test compares the value and gradient of `dapo`
+with TRL's.
 
 | | here | TRL |
 |---|---|---|

@@ -26,6 +26,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        importlib.import_module("fsdptrain.quiet").silence_libraries()  # before torch and transformers are imported
+        from fsdptrain.quiet import silence_libraries
+
+        silence_libraries()  # before torch and transformers are imported
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'fsdptrain' has no attribute {name!r}")

@@ -12,7 +12,7 @@ from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import pack
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.protocols import RolloutEngine
-from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout import choose_engine, engine_factory
 from fsdptrain.types import Completion, Images, Prompt, Sample, SamplingParams
 
 _MAX_RESPONSE_LEN = 1024
@@ -21,7 +21,7 @@ _MAX_RESPONSE_LEN = 1024
 def build(config: Config) -> tuple[FSDPBackend, RolloutEngine]:
     """Build a trainer and its engine, which has no weights yet."""
     backend = FSDPBackend(config, total_steps=1)
-    make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
+    make_engine = engine_factory(choose_engine(config.rollout.engine, device_type=platform.device_type()))
     engine = make_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
     if config.rollout.engine == "hf":
         engine.use_features(backend.features)  # pyright: ignore[reportAttributeAccessIssue]

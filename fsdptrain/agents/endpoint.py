@@ -5,59 +5,48 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from pydantic_core import from_json
 
-from fsdptrain.agents.calls import Answer, CallError, Episodes, ModelCall
+from fsdptrain.agents.calls import CallError, Episodes
 from fsdptrain.agents.chat import ChatRequest
-from fsdptrain.agents.wire import error_event, error_object, parse
-from fsdptrain.errors import ConfigError, RolloutError, describe
+from fsdptrain.agents.wire import error_object, parse
+from fsdptrain.errors import ConfigError, describe
 
 try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 except ImportError as error:
     remedy = "pip install 'fsdptrain[agents]'"
     raise ConfigError(f"the endpoint of agents needs the packages starlette and uvicorn: {remedy}") from error
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
 
-_KEEP_ALIVE_S = 15.0  # between the comments in a stream that waits for the model
 _IDLE_S = 75  # for connections without a request; longer than clients keep theirs
 _CLOSE_S = 1  # for connections whose client does not read its response
 _MAX_OPEN_FILES = 65_536
 
 
 class Endpoint:
-    """Serves `episodes` in a daemon thread until `close`. Raises RolloutError if the port cannot be used."""
+    """Serves `episodes` on a free port, in a daemon thread, until `close`."""
 
-    def __init__(
-        self, episodes: Episodes, *, host: str = "127.0.0.1", port: int = 0, max_body_bytes: int = 32 * 2**20
-    ) -> None:
+    def __init__(self, episodes: Episodes, *, max_body_bytes: int = 32 * 2**20) -> None:
         self._episodes = episodes
         self._max_body_bytes = max_body_bytes
         self._loop = asyncio.new_event_loop()
         self._closing: asyncio.Future[None] = self._loop.create_future()
         _allow_open_files()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, port), family=family, backlog=4096)
-        except OSError as error:
-            self._loop.close()
-            raise RolloutError(f"the endpoint of agents cannot use {host}:{port}: {error}") from error
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
         # Connections inherit it. Without, each response waits 40 ms for an acknowledgement of its headers.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        address = f"[{host}]" if family == socket.AF_INET6 else host
-        self.url = f"http://{address}:{self._socket.getsockname()[1]}/v1"
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._application(),
@@ -109,75 +98,50 @@ class Endpoint:
         return application
 
     def _checked(self, handle: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Call `handle` with the key of the request. Errors become responses."""
+        """Call `handle` with the key of the request, until the endpoint is closed. Errors become responses."""
 
         async def respond(request: Request) -> Response:
+            work = asyncio.ensure_future(self._handled(handle, request))
             try:
-                key = _key(request)
-                if not self._episodes.is_open(key):
-                    raise CallError(401, "the API key is not that of an open episode", code="invalid_api_key")
-                return await handle(request, key)
-            except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
-            except CallError as error:
-                return _refuse(error)
-            except Exception as error:
-                log.exception("%s failed", request.url.path)
-                return _refuse(CallError(500, describe(error)))
+                await asyncio.wait({work, self._closing}, return_when=asyncio.FIRST_COMPLETED)
+                return work.result() if work.done() else _refuse(CallError(503, "the endpoint is closed"))
+            finally:
+                work.cancel()
 
         return respond
 
-    async def _chat(self, request: Request, key: str) -> Response:
-        body = parse(ChatRequest, await self._until_closed(self._read(request)))
-        if body.stream:
-            headers = {"cache-control": "no-cache"}
-            return StreamingResponse(self._stream(request, key, body), 200, headers, "text/event-stream")
-        async with aclosing(self._answer(request, key, body.to_call())) as answers:
-            answer = [answer async for answer in answers][-1]
-        assert answer is not None
-        return JSONResponse(body.to_body(answer, self._episodes.model))
-
-    async def _stream(self, request: Request, key: str, body: ChatRequest) -> AsyncIterator[str]:
+    async def _handled(self, handle: Handler, request: Request) -> Response:
         try:
-            async with aclosing(self._answer(request, key, body.to_call())) as answers:
-                async for answer in answers:
-                    if answer is None:
-                        yield ": waiting\n\n"
-                        continue
-                    for event in body.to_events(body.to_body(answer, self._episodes.model)):
-                        yield event
+            key = _key(request)
+            if not self._episodes.is_open(key):
+                raise CallError(401, "the API key is not that of an open episode", code="invalid_api_key")
+            return await handle(request, key)
         except ClientDisconnect:
-            return
+            return Response(status_code=499)  # nobody reads it
         except CallError as error:
-            yield error_event(error)
+            return _refuse(error)
         except Exception as error:
             log.exception("%s failed", request.url.path)
-            yield error_event(CallError(500, describe(error)))
+            return _refuse(CallError(500, describe(error)))
 
-    async def _answer(self, request: Request, key: str, call: ModelCall) -> AsyncGenerator[Answer | None, None]:
-        """Yield None now and then, and the answer at the end.
-
-        Cancels the call if the client disconnects (ClientDisconnect) or the endpoint is closed (CallError).
-        """
-        answer = asyncio.ensure_future(self._episodes.answer(key, call))
+    async def _chat(self, request: Request, key: str) -> Response:
+        """Answer a chat completion; a streamed one when it is complete. Cancels the call if the client disconnects."""
+        body = parse(ChatRequest, await self._read(request))
+        answer = asyncio.ensure_future(self._episodes.answer(key, body.to_call()))
         gone = asyncio.ensure_future(_disconnect(request))
         try:
-            while not answer.done():
-                tasks = {answer, gone, self._closing}
-                await asyncio.wait(tasks, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                if answer.done():
-                    break
-                if gone.done():
-                    raise ClientDisconnect
-                if self._closing.done():
-                    raise CallError(503, "the endpoint is closed")
-                yield None
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ClientDisconnect
             if answer.cancelled():
                 raise CallError(503, "the call was cancelled")
-            yield answer.result()  # or raises what the call raised
+            found = body.to_body(answer.result(), self._episodes.model)
         finally:
             answer.cancel()
             gone.cancel()
+        if body.stream:
+            return Response("".join(body.to_events(found)), media_type="text/event-stream")
+        return JSONResponse(found)
 
     async def _read(self, request: Request) -> bytes:
         too_large = CallError(413, f"the body has more than {self._max_body_bytes:,} bytes")
@@ -190,19 +154,9 @@ class Endpoint:
                 raise too_large
         return bytes(body)
 
-    async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._closing}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise CallError(503, "the endpoint is closed")
-            return task.result()
-        finally:
-            task.cancel()
-
     async def _reward(self, request: Request, key: str) -> Response:
         try:
-            reward = from_json(await self._until_closed(self._read(request)), allow_inf_nan=False)
+            reward = from_json(await self._read(request), allow_inf_nan=False)
         except ValueError as error:
             raise CallError(400, f"Invalid JSON: {error}") from None
         if isinstance(reward, bool) or not isinstance(reward, (int, float, dict)):

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,6 @@ from fsdptrain.agents.harness import MODEL, AgentError, AsyncFunction, Command, 
 from fsdptrain.agents.prompts import CallRenderer, assistant_message
 from fsdptrain.agents.record import AnsweredCall, Conversation, Record, conversation_of, samples_of
 from fsdptrain.config import Config, EnvironmentConfig
-from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError, describe
 from fsdptrain.model.loading.meta import model_config, resolve_checkpoint
 from fsdptrain.protocols import RolloutEngine
@@ -32,7 +30,7 @@ from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import Agent
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
-from fsdptrain.trainer.samples.single_turn import GenerationRound
+from fsdptrain.trainer.samples.single_turn import GenerationRound, rollout_errors
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams
 from fsdptrain.vllm.config import VllmConfig
 
@@ -248,23 +246,8 @@ class AgentSampler:
         self.harness.close()
         self.endpoint.close()
 
-    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
-        agreed = raise_on_all_ranks(RolloutError, "rollout")
-        return self._sample(prompts, sampling, watch, agreed=agreed, in_flight=False)
-
-    def sample_in_flight(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
-    ) -> GenerationRound:
-        return self._sample(prompts, sampling, watch, agreed=nullcontext(), in_flight=True)
-
-    def _sample(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        watch: Stopwatch,
-        *,
-        agreed: AbstractContextManager[object],
-        in_flight: bool,
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch, *, in_flight: bool = False
     ) -> GenerationRound:
         generation = generation_with(self.engine, in_flight=in_flight)
         episodes = [
@@ -272,7 +255,7 @@ class AgentSampler:
             for prompt in prompts
             for index in range(sampling.num_samples)
         ]
-        with agreed:
+        with rollout_errors(in_flight=in_flight):
             with watch("generate"):
                 self._run(episodes, generation, in_flight=in_flight)
             with watch("reward"):

@@ -97,8 +97,3 @@ def error_object(error: CallError) -> dict[str, Any]:
     """Return the body of a refused call, as OpenAI formats it."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     return {"error": {"message": str(error)[:1000], "type": kind, "param": error.param, "code": error.code}}
-
-
-def error_event(error: CallError) -> str:
-    """Return the event of an error after the headers. Clients raise on its `error`."""
-    return f"event: error\n{event(error_object(error))}"

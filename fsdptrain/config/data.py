@@ -43,7 +43,7 @@ class DataConfig(Section):
     """Column of a mapping: `prompt.metadata` of rewards and environments. Default: all columns but images."""
     apply_chat_template: bool = True
     """Apply the tokenizer's chat template to prompts. Off: use the text unchanged."""
-    chat_template_kwargs: Annotated[dict[str, bool | int | str], Requires("apply_chat_template")] = Field(default={})
+    chat_template_kwargs: Annotated[dict[str, Any], Requires("apply_chat_template")] = Field(default={})
     """Arguments of the chat template, e.g. `enable_thinking: false`."""
     system_prompt: str = "auto"
     """System message before each prompt; "" for none. `auto`: that of the environment; for reasoning_gym data, an
@@ -111,7 +111,7 @@ class DataConfig(Section):
                     yield f"--prompt-data-streaming has no effect on --prompt-data {spec}, which is no table: remove it"
         if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
             reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
-            yield from config.without_effect([*config.columns, "sft_format"], reason)
+            yield from config.without_effect(config.columns, reason)
         if not any(generated):
             reason = "on data of a fixed size: only reasoning_gym data is generated"
             yield from config.without_effect(["data_size"], reason)

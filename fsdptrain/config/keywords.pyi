@@ -62,7 +62,7 @@ class Keywords(TypedDict, total=False):
     label_key: str
     metadata_key: str | None
     apply_chat_template: bool
-    chat_template_kwargs: dict[str, bool | int | str]
+    chat_template_kwargs: dict[str, Any]
     system_prompt: str
     eval_prompt_data: str | None
     eval_size: int | None
@@ -115,7 +115,6 @@ class Keywords(TypedDict, total=False):
     dynamic_sampling: bool
     dynamic_sampling_max_rounds: int
     min_group_spread: float
-    sft_format: Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "label"]
     sft_loss_on: Literal["assistant", "last", "all"]
     sft_eval_generate: bool
     optimizer: str

@@ -13,7 +13,6 @@ from fsdptrain.config.precedence import outspoken, superseded
 from fsdptrain.config.problems import build_sections
 from fsdptrain.config.root import Config
 from fsdptrain.config.rules import NoEffectError
-from fsdptrain.config.shipped import find_recipe
 from fsdptrain.errors import ConfigError
 
 Source = Literal[
@@ -63,6 +62,8 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
     Raises ConfigError with the file name.
     """
+    from fsdptrain.config.shipped import find_recipe
+
     values = read_mapping(find_recipe(path), what=f"--recipe {path}")
     try:
         build_sections(flatten(values))

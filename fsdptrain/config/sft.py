@@ -8,7 +8,6 @@ from fsdptrain.config.section import Section
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-SftFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "label"]
 LossOn = Literal["assistant", "last", "all"]
 
 
@@ -19,9 +18,6 @@ class SftConfig(Section):
     PREFIX = "sft_"
     RULES = (Requires("algorithm=sft"),)
 
-    format: SftFormat = "auto"
-    """Form of the rows, see docs/sft.md. `auto`: by the columns. `label`: a prompt and a response, in the columns
-    --input-key and --label-key."""
     loss_on: LossOn = "assistant"
     """Tokens with a loss: those of all assistant turns, of the last one, or all tokens. Plain text: all."""
     eval_generate: Annotated[bool, NEUTRAL, Requires("eval_interval"), IdleWith("eval_size=0")] = False

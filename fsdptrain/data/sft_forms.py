@@ -15,14 +15,14 @@ from fsdptrain.types import Message
 log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]  # a row of a table, by column
-COLUMNS: Mapping[str, tuple[str, ...]] = {  # columns that a form needs
+COLUMNS: Mapping[str, tuple[str, ...]] = {  # columns that a form needs; the first form that fits is taken
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "completion": ("prompt", "completion"),
+    "label": ("prompt", "label"),
     "text": ("text",),
 }
-ONE_COLUMN = ("messages", "sharegpt", "text")  # --input-key may name it
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
     "chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
@@ -65,11 +65,11 @@ class Unusable:
 def form_reader(first: Values, data: DataConfig, sft: SftConfig, *, where: str) -> Callable[[Values, str], Row] | None:
     """Return the function that converts the rows of a table, by its first row, and log the form.
 
-    None: the rows have a prompt and a label, in the columns --input-key and --label-key. Raises one DataError or
-    ConfigError for an unknown or ambiguous form.
+    None: the rows have a prompt and a label, in the columns --input-key and --label-key. Raises DataError for an
+    unknown form, and ConfigError for an option that has no effect on it.
     """
     named = data.input_key != DataConfig().input_key
-    form = _chosen(first, data, sft, where) if sft.format != "auto" else _detect(first, data, where)
+    form = _detect(first, data, where)
     if form == "label":
         log.info("%s: form: prompt and label, in the columns %s and %s", where, data.input_key, data.label_key)
         return None
@@ -115,22 +115,6 @@ def require_labels(rows: Sequence[Row]) -> None:
             )
 
 
-def _chosen(first: Values, data: DataConfig, sft: SftConfig, where: str) -> str:
-    """Return --sft-format. Raises if its columns are missing, or if an option names columns that it does not read."""
-    form, default = sft.format, DataConfig()
-    if form == "label":
-        return form  # `as_rows` checks the columns
-    if data.label_key != default.label_key or (data.input_key != default.input_key and form not in ONE_COLUMN):
-        flag = "--label-key" if data.label_key != default.label_key else "--input-key"
-        raise ConfigError(f"{flag} has no effect with --sft-format {form}, whose columns have fixed names: remove it")
-    columns = (data.input_key,) if data.input_key != default.input_key else COLUMNS[form]
-    if missing := [column for column in columns if column not in first]:
-        raise DataError(
-            f"--sft-format {form} needs the column {missing[0]}, which {where} does not have: it has {', '.join(first)}"
-        )
-    return form
-
-
 def _detect(first: Values, data: DataConfig, where: str) -> str:
     default = DataConfig()
     if (data.input_key, data.label_key) != (default.input_key, default.label_key):
@@ -140,15 +124,9 @@ def _detect(first: Values, data: DataConfig, where: str) -> str:
         if isinstance(value, list):
             return "messages"
         return "text" if isinstance(value, str) and not data.label_key else "label"
-    found = [form for form, columns in COLUMNS.items() if all(column in first for column in columns)]
-    found += ["label"] * (default.input_key in first and default.label_key in first)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise DataError(
-            f"{where} has the columns of several forms, {' and '.join(found)} (columns {', '.join(first)}): "
-            f"choose one, e.g. --sft-format {found[0]}"
-        )
+    for form, columns in COLUMNS.items():
+        if all(column in first for column in columns):
+            return form
     raise DataError(
         f"{where} has none of the known forms of supervised data ({_KNOWN}): its columns are {', '.join(first)}; "
         "name the prompt and the response by --input-key and --label-key"

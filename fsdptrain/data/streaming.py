@@ -7,7 +7,7 @@ itself loses the rows in its buffer when it resumes.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -97,11 +97,10 @@ class StreamedPrompts(PromptStream):
         self._size = data.prompt_data_buffer
         self._first_state = self._table.state_dict()  # before the first row of an epoch
         self._states: dict[Block, dict[str, Any]] = {(0, 0): self._first_state}  # before each block that is needed
-        self._block: Block | None = None  # the block in `_values`
+        self._block: Block | None = None  # the block in `_values`, which `_iterator` has just read
         self._values: list[Mapping[str, Any]] = []
-        self._iterator: Any = None  # after the rows of `_block`
+        self._iterator: Iterator[Mapping[str, Any]] = iter(())
         self._epoch_len = 0  # rows; 0: unknown
-        self._reissued: dict[tuple[int, int], Mapping[str, Any]] = {}  # rows that were pending at the checkpoint
 
     @property
     def progress(self) -> float:
@@ -121,7 +120,7 @@ class StreamedPrompts(PromptStream):
         return state | {"buffer": self._size, "blocks": blocks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Reads the blocks of pending prompts."""
+        """Continue from `state`. Blocks of pending prompts are read again when these are returned."""
         if state.get("buffer") != self._size:
             raise DataError(
                 f"--prompt-data-buffer {self._size} differs from that of the checkpoint, {state.get('buffer')}: resume "
@@ -129,13 +128,7 @@ class StreamedPrompts(PromptStream):
             )
         super().load_state_dict({**state, "num_rows": 0})
         self._states = {(epoch, number): found for epoch, number, found in state["blocks"]}
-        self._block, self._iterator, self._reissued = None, None, {}
-        for block in sorted({(epoch, row // self._size) for epoch, row in self._resumed}):
-            self._load(block)
-            for epoch, row in self._resumed:
-                if (epoch, row // self._size) == block:
-                    self._reissued[epoch, row] = self._values[row % self._size]
-        self._block, self._iterator = None, None
+        self._block = None
 
     def _next_place(self) -> tuple[int, int]:
         block = (self.epoch, self.position // self._size)
@@ -155,14 +148,14 @@ class StreamedPrompts(PromptStream):
         return self.epoch, index
 
     def _row(self, epoch: int, index: int) -> Row:
-        values = self._reissued.pop((epoch, index), None)
-        return self._source.row(self._values[index % self._size] if values is None else values, index)
+        self._load((epoch, index // self._size))
+        return self._source.row(self._values[index % self._size], index)
 
     def _load(self, block: Block) -> None:
         """Read the rows of a block, and the state after it."""
         if block == self._block:
             return
-        if self._iterator is None or self._block is None or block != (self._block[0], self._block[1] + 1):
+        if self._block is None or block != (self._block[0], self._block[1] + 1):
             self._table.load_state_dict(self._states[block])
             self._iterator = iter(self._table)
         with readable(self._source.name):

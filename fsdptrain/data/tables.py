@@ -92,10 +92,6 @@ def row_reader(
         read = form_reader(first, data, sft, where=where)
         if read is not None:
             return read
-    if sft is not None and image_key is not None and sft.format not in ("auto", "label"):
-        raise ConfigError(
-            f"--sft-format {sft.format} has no effect with --image-key, whose rows have a label: remove it"
-        )
     for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
         _check_column(option, column, first, where=where)
     if data.metadata_key is not None:

@@ -17,7 +17,6 @@ from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import Column
 from fsdptrain.config.sft import sft_options
 from fsdptrain.data.sources import GENERATOR, parse_options
-from fsdptrain.data.tables import folder_of, is_data_file, row_reader, split_options
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.build import check_reward
 
@@ -49,7 +48,11 @@ def data_sources(config: Config) -> Iterator[tuple[DataConfig, str]]:
 def check_data(config: Config, data: DataConfig, flag: str) -> None:
     """Check that the file of a source exists and has the columns. Does not check folders and data sets of the hub."""
     name, _, query = data.data_name.partition("?")
-    if name.startswith(GENERATOR) or not is_data_file(name, flag):
+    if name.startswith(GENERATOR):
+        return
+    from fsdptrain.data.tables import is_data_file, split_options
+
+    if not is_data_file(name, flag):
         return
     path = Path(name)
     first = _first_row(path, with_values=config.algorithm.algorithm == "sft")
@@ -59,6 +62,8 @@ def check_data(config: Config, data: DataConfig, flag: str) -> None:
 
 def check_columns(config: Config, data: DataConfig, first: Mapping[str, Any], path: Path, flag: str) -> None:
     """Raise ConfigError if the `first` row of the file or folder `path` lacks a column that the options name."""
+    from fsdptrain.data.tables import folder_of, row_reader
+
     row_reader(
         first,
         data,

@@ -5,6 +5,7 @@ stream, the results of an activation function, and of a norm its input in float3
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -69,7 +70,7 @@ def activation_memory(model: PreTrainedModel, config: Config) -> tuple[dict[str,
     saved, working = tokens * sum(kept), tokens * max(everything)
     offloaded = saved if config.value("offload_activations") else 0
     if offloaded:
-        saved = 2 * tokens * max(kept)  # the current layer, and the one on its way
+        saved = tokens * max((a + b for a, b in pairwise(kept)), default=sum(kept))  # the next layer is on its way
     text = model.config.get_text_config()
     chunk = min(config.model.logprob_chunk_size, tokens)
     vocabulary = math.ceil(text.vocab_size / tensor)

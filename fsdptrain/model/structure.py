@@ -22,16 +22,7 @@ class ParameterCounts:
     """Number of parameters of a model. Tied weights count once."""
 
     total: int
-    largest_layer: int  # parameters of the largest decoder layer
-    outside_layers: int  # embedding, last norm, head
-    frozen: int = 0  # part of `total`: not trained
-    most_trained: int | None = None  # trained ones in the largest layer or outside the layers; None: all
-    adapter: int = 0  # part of `total`: added by LoRA
-
-    @property
-    def reduced_at_once(self) -> int:
-        """Number of gradients in the largest FSDP group."""
-        return max(self.largest_layer, self.outside_layers) if self.most_trained is None else self.most_trained
+    frozen: int  # part of `total`: not trained
 
 
 class ExpertChoice(NamedTuple):
@@ -133,17 +124,7 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
 
 def count_parameters(model: PreTrainedModel) -> ParameterCounts:
     """Count parameters from their shapes. The model may be on meta or sharded."""
-    total, trained = _numel(model), _numel(model, only_trained=True)
-    layers = [_numel(layer) for layer in repeated_layers(model)]
-    trained_layers = [_numel(layer, only_trained=True) for layer in repeated_layers(model)]
-    return ParameterCounts(
-        total=total,
-        largest_layer=max(layers),
-        outside_layers=total - sum(layers),
-        frozen=total - trained,
-        most_trained=max(*trained_layers, trained - sum(trained_layers)),
-        adapter=sum(p.numel() for name, p in model.named_parameters() if is_of_adapter(name)),
-    )
+    return ParameterCounts(_numel(model), frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad))
 
 
 def is_of_adapter(name: str) -> bool:
@@ -253,5 +234,5 @@ def _class_names(module: nn.Module) -> set[str]:
     return {cls.__name__ for cls in type(module).__mro__}
 
 
-def _numel(module: nn.Module, *, only_trained: bool = False) -> int:
-    return sum(p.numel() for p in module.parameters() if p.requires_grad or not only_trained)
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

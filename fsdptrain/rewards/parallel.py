@@ -6,6 +6,7 @@ import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from fsdptrain.config import Config
 from fsdptrain.cores import usable_cores
@@ -14,17 +15,20 @@ from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.build import Component, WeightedSum
 from fsdptrain.rewards.calls import Call, Outcome, RewardCalls, check_signature
 from fsdptrain.rewards.functions import environment, exact, format_tags
-from fsdptrain.rewards.local import EventLoop, InThread
-from fsdptrain.rewards.pool import CannotLoadError, ProcessPool
 from fsdptrain.rewards.values import WRONG, RewardResult, to_result
 from fsdptrain.types import Prompt
+
+if TYPE_CHECKING:
+    from fsdptrain.rewards.local import EventLoop, InThread
+    from fsdptrain.rewards.pool import ProcessPool
+
+    Runner = ProcessPool | EventLoop | InThread
 
 log = logging.getLogger(__name__)
 
 FAST = (environment, exact, format_tags)  # rewards that neither hang nor take longer than a message to a process
 DEFAULT_TIMEOUT_S = 300.0
 MAX_WORKERS = 8  # by default; each may import torch or load a model
-Runner = ProcessPool | EventLoop | InThread
 
 
 class LostTime:
@@ -69,18 +73,22 @@ class ParallelReward:
                 self._runners.append(self._start(component, num_workers))
             stack.pop_all()
 
-    def _start(self, component: Component, num_workers: int) -> Runner:
+    def _start(self, component: Component, num_workers: int) -> "Runner":
         calls = RewardCalls(component.function, component.name, _where(component), self._timeout)
-        if calls.is_async:
-            return EventLoop(calls)
-        if not num_workers or component.function in FAST:
-            return InThread(calls)
+        if calls.is_async or not num_workers or component.function in FAST:
+            from fsdptrain.rewards.local import EventLoop, InThread
+
+            return EventLoop(calls) if calls.is_async else InThread(calls)
+        from fsdptrain.rewards.pool import CannotLoadError, ProcessPool
+
         try:
             return ProcessPool(calls, num_workers)
         except CannotLoadError as error:
             fix = "define it in a module that can be imported to run it in processes"
             line = "%s runs in the trainer's process, one call at a time, because no other process can load it: %s; %s"
             log.warning(line, calls.where, error, fix)
+            from fsdptrain.rewards.local import InThread
+
             return InThread(calls)
 
     def close(self) -> None:
@@ -133,7 +141,7 @@ class ParallelReward:
             return str(error)
 
 
-def _run(runner: Runner, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
+def _run(runner: "Runner", calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
     """Score the samples by one reward, in order."""
     if runner.reward.function in FAST:
         return [outcome for call in calls for outcome in runner.reward.run([call])]
@@ -145,7 +153,7 @@ def _run(runner: Runner, calls: Sequence[Call], lost: LostTime) -> list[Outcome]
     return [outcomes[index] for index in range(len(calls))]
 
 
-def _finished(runner: Runner, calls: Sequence[Call]) -> Iterator[tuple[list[int], list[Outcome]]]:
+def _finished(runner: "Runner", calls: Sequence[Call]) -> Iterator[tuple[list[int], list[Outcome]]]:
     """Start all calls. Yields the indices and the outcomes of the samples of each, as they finish."""
     pending: dict[Future[list[Outcome]], list[int]] = {}
     finished: queue.SimpleQueue[Future[list[Outcome]]] = queue.SimpleQueue()

@@ -22,23 +22,21 @@ ENGINES = {
 }
 
 
-def engine_factory(requested: str, *, device_type: str) -> "Callable[..., RolloutEngine]":
+def engine_factory(name: str) -> "Callable[..., RolloutEngine]":
     """Return the function that builds the engine of `--rollout-engine`; call it as (config, *, checkpoint, device).
 
-    The name is one of `ENGINES`, `package.module:function`, or that of an entry point `rollout.<name>` in the group
-    `fsdptrain.plugins`. Raises ConfigError for an unknown name, so call it before a model is loaded. The engine has no
-    weights before the first `update_weights`.
+    The name is one of `ENGINES` (`choose_engine` resolves `auto`), `package.module:function`, or that of an entry point
+    `rollout.<name>` in the group `fsdptrain.plugins`. Raises ConfigError for an unknown name, so call it before a model
+    is loaded. The engine has no weights before the first `update_weights`.
     """
-    name = choose_engine(requested, device_type=device_type)
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "--rollout-engine vllm: vLLM is not installed here: pip install 'fsdptrain[vllm]', or use "
             "--rollout-engine hf"
         )
-    known: dict[str, Any] = {"auto": None, **ENGINES}
     return resolve(
         ENGINES.get(name, name),
-        known,
+        dict[str, Any](ENGINES),
         flag="--rollout-engine",
         plugins="rollout",
         call=lambda build: build("config", checkpoint="path", device="device"),

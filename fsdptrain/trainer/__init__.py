@@ -1,6 +1,5 @@
 """The training loop: collect samples, train on them, sync the weights to the engine, repeat."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from fsdptrain.trainer.callbacks import Callback
@@ -15,5 +14,7 @@ __all__ = ["Callback", "RunResult", "Trainer", "export_checkpoint"]
 
 def __getattr__(name: str) -> Any:
     if name == "export_checkpoint":  # a run does not need it
-        return importlib.import_module("fsdptrain.trainer.export").export_checkpoint
+        from fsdptrain.trainer.export import export_checkpoint
+
+        return export_checkpoint
     raise AttributeError(f"module 'fsdptrain.trainer' has no attribute {name!r}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
@@ -13,7 +14,8 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Features
-from fsdptrain.model.probes.kernels import Kernel
+from fsdptrain.memory.report import MemoryReport
+from fsdptrain.model.probes.kernels import Kernel, require_no_fallback
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.overrides import install_overrides
 from fsdptrain.protocols import TrainBackend
@@ -72,6 +74,31 @@ def build_backend(
     if config.model.backend == "fsdp":
         options |= {"features": features, "before_load": before_load}
     return BACKENDS[config.model.backend](config, **options)
+
+
+def open_backend(config: Config, features: Features, memory: MemoryReport) -> PolicyBackend:
+    """Load the policy and log how it is computed. Collective."""
+    backend = build_backend(config, features=features, before_load=memory.before_load)
+    for line in backend.lines:
+        log.info("%s", line)
+    _report_fallbacks(backend, strict=config.model.strict)
+    why = config.trains_zero_advantage
+    if config.algorithm.skip_zero_advantage and config.algorithm.algorithm != "sft" and why:
+        log.info("samples with advantage 0 are not skipped: %s", why)
+    if config.sync.offload_train and not platform.has_accelerator():
+        log.warning("--offload-train: no GPU; this copies weights and saves no memory")
+    return backend
+
+
+def _report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
+    """Log one warning per fallback kernel. With --strict, raise ConfigError on all ranks instead. Collective."""
+    kernels = backend.kernels()
+    for kernel in kernels:
+        if kernel.fell_back and not strict and dist.get_rank() == 0:
+            log.warning("fallback: %s", kernel.line)
+    with raise_on_all_ranks(ConfigError, "--strict"):
+        if strict:
+            require_no_fallback(kernels)
 
 
 def install_platform_overrides() -> None:

@@ -11,8 +11,11 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import NO_IMAGES, PackPlan, pack, plan_packs, plan_rows
 from fsdptrain.data.packing.sample_index import SampleIndex, gather_index
+from fsdptrain.errors import DataError
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.rows import Layout
+from fsdptrain.trainer.metrics import reduce_sums
+from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Images, PackedBatch, Sample
 
 Members = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> global indices of its samples
@@ -84,6 +87,36 @@ def make_batches(
         for epoch in range(rules.num_epochs)
         for chosen in assign_to_steps(index.keys, rules.steps_per_epoch, seed=f"{rules.seed}/{rollout}/{epoch}")
     ]
+
+
+def pack_rollout(config: Config, rollout: RolloutBatch, rules: PackingRules, step: int) -> list[StepBatches]:
+    """Pack the samples of a rollout of the policy of version `step`. Raises DataError if none is left. Collective."""
+    samples = all_sequences(rollout.samples)
+    if config.shaping.mask_truncated:
+        from fsdptrain.algo.shaping import without_truncated
+
+        samples = without_truncated(samples)
+    if config.masks_stale_tokens:
+        from fsdptrain.trainer.token_metrics import without_stale_tokens
+
+        samples = without_stale_tokens(samples, step - config.sync.max_staleness)
+    steps = make_batches(samples, rules, rollout=step, images=rollout.images)
+    if not steps:
+        raise DataError(_why_nothing_is_left(config, rollout))
+    return steps
+
+
+def _why_nothing_is_left(config: Config, rollout: RolloutBatch) -> str:
+    counts = reduce_sums({"samples": len(rollout.samples), "dropped": rollout.num_dropped})
+    if counts["dropped"] and not counts["samples"]:
+        return (
+            f"--overlong-samples drop left nothing to train on: all {counts['dropped']:.0f} samples are longer than "
+            f"{config.pack_budget}; raise it"
+        )
+    return (
+        f"--mask-truncated left nothing to train on: all {counts['samples']:.0f} responses were cut off at "
+        f"--rollout-max-response-len {config.rollout.max_response_len}; raise it"
+    )
 
 
 def all_sequences(samples: Sequence[Sample]) -> list[Sample]:

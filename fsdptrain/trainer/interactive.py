@@ -23,8 +23,9 @@ def generate_texts(
     seed: int,
 ) -> list[list[str]]:
     """Generate `num_samples` texts per prompt. Each rank generates for its share of the prompts. Collective."""
-    config, engine = components.config, components.engine
-    assert engine is not None
+    config = components.config
+    assert components.weight_sync is not None
+    engine = components.weight_sync.engine
     if num_samples < 1:
         raise ConfigError(f"generate(num_samples={num_samples}) must be 1 or more")
     with raise_on_all_ranks(ConfigError, "generate"):
@@ -35,7 +36,8 @@ def generate_texts(
             Row(str(number), prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
             for number, prompt in enumerate(prompts)
         ]
-        made = [make_prompt(row, components.tokenizer, data=components.prompts) for row in rows]
+        data = components.stream.parts[0].data  # with the system prompt of the run
+        made = [make_prompt(row, components.tokenizer, data=data) for row in rows]
     with raise_on_all_ranks(RolloutError, "generate"):
         completions = engine.generate(own_share(made), sampling)
         texts = [response_text(components.tokenizer, completion) for completion in completions]

@@ -1,6 +1,6 @@
 """Old and reference logprobs of a rollout, computed before its first update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain import platform
@@ -9,7 +9,8 @@ from fsdptrain.config.presets import is_own
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.protocols import TrainBackend
 from fsdptrain.trainer.batches import StepBatches
-from fsdptrain.types import LogProbs, PackedBatch
+from fsdptrain.trainer.samples.source import RolloutBatch
+from fsdptrain.types import LogProbs, Metrics, PackedBatch, Sample
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,34 @@ class LogprobPasses:
     config: Config
     backend: TrainBackend
     features: Features = NO_FEATURES
+
+    def of_rollout(
+        self, steps: list[StepBatches], rollout: RolloutBatch, advantages: Callable[[list[Sample]], list[Sample]]
+    ) -> tuple[list[StepBatches], Metrics]:
+        """Compute the logprobs and the KL term of the reward before the first update, for all epochs of a rollout.
+
+        advantages: computes advantages from the rewards with the KL term. Collective.
+        """
+        per_epoch = self.config.steps_per_rollout // self.config.batch.epochs_per_rollout
+        first, later = self.compute(steps[:per_epoch]), steps[per_epoch:]
+        metrics: Metrics = {}
+        algorithm = self.config.algorithm
+        if algorithm.kl_reward_coef:
+            from fsdptrain.trainer.kl_reward import kl_in_reward
+
+            first, metrics = kl_in_reward(
+                rollout.samples,
+                first,
+                coef=algorithm.kl_reward_coef,
+                estimator=algorithm.kl_reward_type,
+                advantages=advantages,
+            )
+            first = self.for_loss(first)
+        if later:
+            from fsdptrain.trainer.epochs import carry_scores
+
+            later = carry_scores(first, later)
+        return [*first, *later], metrics
 
     def compute(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
         """Compute only the logprobs that the loss or the KL term of the reward needs."""

@@ -1,33 +1,25 @@
 """The training loop: rollouts in, optimizer steps, weights back to the engine."""
 
-import json
-import os
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
-from fsdptrain.config.run import profiled
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import CheckpointError, ConfigError, DataError, NumericsError, RolloutError
-from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.fsdp.shard_files import ShardWrite
-from fsdptrain.rank_variables import RUN_ID
+from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.trainer import metrics
-from fsdptrain.trainer.batches import PackingRules, StepBatches, all_sequences, make_batches
-from fsdptrain.trainer.components import Components, log
+from fsdptrain.trainer.batches import PackingRules, StepBatches, pack_rollout
+from fsdptrain.trainer.components import Components
 from fsdptrain.trainer.logprobs import LogprobPasses
-from fsdptrain.trainer.phases import Phases
-from fsdptrain.trainer.profiling import StepProfiler
-from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder
+from fsdptrain.trainer.phases import step_profiler
+from fsdptrain.trainer.progress import Progress
+from fsdptrain.trainer.run_dir import EXPORT
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.trainer.shown import TrainedTokens, rows_without_training
 from fsdptrain.trainer.stopping import StopRequest
@@ -36,56 +28,43 @@ from fsdptrain.types import Metrics, Sample
 if TYPE_CHECKING:
     from fsdptrain.trainer.trainer import Trainer
 
+log = logging.getLogger(__name__)
+
 
 class TrainingLoop:
     """An open run. Every method is collective."""
 
-    def __init__(self, folder: RunFolder, components: Components, *, trainer: "Trainer", stop: StopRequest) -> None:
-        config = components.config
-        self.step = 0  # rollouts that were trained on; also the version of the policy
+    def __init__(self, components: Components, *, trainer: "Trainer", stop: StopRequest) -> None:
+        config, backend = components.config, components.backend
         self.stopped = ""  # why the run has ended early
         self.stop_signal: int | None = None  # which signal has ended it
         self.exported: Path | None = None
+        self.tokenizer = components.tokenizer
         self._trainer = trainer  # for callbacks
         self._stop = stop
-        self._saved: int | None = None  # step of the newest checkpoint
         self._asleep = False  # the engine, between a rollout and the next sync
-        self._num_updates = 0  # optimizer steps that were not skipped
         self._config = config
-        self._folder = folder
+        self._folder = components.folder
         self._components = components
         self._source = components.source
-        self._backend = components.backend
-        self._engine = components.engine
+        self._backend = backend
         self._weight_sync = components.weight_sync
         self._evaluation = components.evaluation
         self._advantages = components.advantages
         self._loss = components.loss
-        self._stream = components.stream
-        self._tokenizer = components.tokenizer
-        self._checkpoints = CheckpointFolder(
-            folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
-        )
-        features = components.backend.features
-        self._rules = PackingRules.of(config, layout=components.backend.layout_probe.layout, features=features)
-        self._logprob_passes = LogprobPasses(config, components.backend, features)
-        self._profiler = StepProfiler(profiled(config.run.profile_steps), folder.path)
-        self._phases = Phases(
-            components.backend,
-            components.engine,
-            offload=config.sync.offload_train,
-            stacks=components.stacks,
-            patience=0.9 * config.launch.dist_timeout,  # before a collective times out
-        )
-        self._report = Reporter(
-            config,
-            components.loggers,
-            stream=components.stream,
-            speed=components.speed,
-            planned_memory=components.planned_memory,
+        self._phases = components.phases
+        self._report = components.report
+        self._rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
+        self._logprobs = LogprobPasses(config, backend, backend.features)
+        self._profiler = step_profiler(config, components.folder.path)
+        self._progress = Progress(
+            config, components.folder, backend=backend, stream=components.stream, report=components.report
         )
 
-        self._resume()
+    @property
+    def step(self) -> int:
+        """Rollouts that were trained on; also the version of the policy."""
+        return self._progress.step
 
     @property
     def folder(self) -> Path:
@@ -100,10 +79,6 @@ class TrainingLoop:
     def model(self) -> nn.Module:
         return self._backend.model
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._tokenizer
-
     def run(self) -> None:
         """Train until --num-rollout, or until a request to stop; `stopped` then has the reason."""
         self.stopped, self.stop_signal = "", None
@@ -114,16 +89,15 @@ class TrainingLoop:
         self._start_rollouts()
         if self.step == 0 or not self._config.run.num_rollout:
             self._evaluate()
-        with self._checkpoints:
+        with self._progress.checkpoints as checkpoints:
             while self.step < self._config.run.num_rollout and not self._must_stop():
                 with self._profiler(self.step + 1):
                     self._train_on_rollout()
-                self._require_an_update()
-                self._checkpoints.check()
-                is_last = self.step == self._config.run.num_rollout
-                if self._evaluation_is_due and (is_last or not self._must_stop()):
+                self._progress.require_an_update()
+                checkpoints.check()
+                if self._evaluates_now and (self._progress.is_last or not self._must_stop()):
                     self._evaluate()
-                if self._checkpoint_is_due:
+                if self._progress.is_checkpoint_due:
                     self._save()
             if self.stopped:
                 self._save_early()
@@ -155,8 +129,8 @@ class TrainingLoop:
         if self._weight_sync is not None:
             self._weight_sync.push(self.step, self._phases)
         yield
-        if self._asleep and self._engine is not None:
-            self._engine.sleep()
+        if self._asleep and self._weight_sync is not None:
+            self._weight_sync.engine.sleep()
 
     def _must_stop(self) -> bool:
         if not self.stopped and self._stop.on_any_rank():
@@ -164,7 +138,7 @@ class TrainingLoop:
         return bool(self.stopped)
 
     def _save_early(self) -> None:
-        if self._config.run.keep_last and self.step != self._saved:
+        if self._config.run.keep_last and self.step != self._progress.saved:
             self._save()
         where = f"resume from {self._folder.path} by the same command"
         if not self._config.run.keep_last:
@@ -178,18 +152,21 @@ class TrainingLoop:
         with self._phases.rollout():
             rollout = self._collect()  # generate, compute rewards and advantages
             self._call("on_rollout", rollout.samples)
-            steps = self._pack(rollout)  # the packs of each optimizer step, equally many on every rank
-            steps, kl_metrics = self._compute_logprobs(steps, rollout)  # of the old policy and the reference
+            steps = pack_rollout(self._config, rollout, self._rules, self.step)  # as many packs on every rank
+            with self._phases("logprobs"):  # of the old policy and the reference, before the first update
+                steps, kl_metrics = self._logprobs.of_rollout(steps, rollout, self._new_advantages)
             tokens = TrainedTokens(rollout.shown)
             trained = self._optimize(steps, tokens)
-            self.step += 1
+            self._progress.step += 1
             self._update_reference()
             if self._weight_sync is not None:
                 self._weight_sync.observe(trained)
             self._push_weights()  # to the engine, then verify
             self._start_rollouts()
-        self._finish_step(rollout, steps, kl_metrics | trained)
-        self._report.log_samples(tokens.rows(rollout.samples, self._tokenizer), "train", self.step)
+        trained = kl_metrics | trained
+        values = self._report.step(rollout, steps, self._phases, self._weight_sync, trained, step=self.step)
+        self._call("on_step", values)
+        self._report.log_samples(tokens.rows(rollout.samples, self.tokenizer), "train", self.step)
 
     def _collect(self) -> RolloutBatch:
         """The samples of this rank, with advantages, none longer than a pack."""
@@ -200,51 +177,14 @@ class TrainingLoop:
                 kept, dropped = drop_overlong(
                     rollout.samples, max_tokens=self._rules.max_tokens, overlong_samples=batch.overlong_samples
                 )
-                if self._engine is not None:
-                    self._engine.sleep()
+                if self._weight_sync is not None:
+                    self._weight_sync.engine.sleep()
                     self._asleep = True
         self._phases.seconds.update(rollout.seconds)
         self._phases.seconds["idle"] = self._phases.seconds["collect"] if self._source.in_flight else 0.0
         if rollout.results is not None:  # after `raise_on_all_ranks`: it is collective
             kept = scale_over_batch(kept, self._advantages, metrics.reduce_sums)
         return replace(rollout, samples=kept, num_dropped=rollout.num_dropped + dropped)
-
-    def _pack(self, rollout: RolloutBatch) -> list[StepBatches]:
-        samples = all_sequences(rollout.samples)
-        if self._config.shaping.mask_truncated:
-            from fsdptrain.algo.shaping import without_truncated
-
-            samples = without_truncated(samples)
-        if self._config.masks_stale_tokens:
-            from fsdptrain.trainer.token_metrics import without_stale_tokens
-
-            samples = without_stale_tokens(samples, self.step - self._config.sync.max_staleness)
-        steps = make_batches(samples, self._rules, rollout=self.step, images=rollout.images)
-        if not steps:
-            raise DataError(self._why_nothing_is_left(rollout))
-        return steps
-
-    def _compute_logprobs(self, steps: list[StepBatches], rollout: RolloutBatch) -> tuple[list[StepBatches], Metrics]:
-        """Old and reference logprobs before the first update, the KL term of the reward, for all epochs."""
-        with self._phases("logprobs"):
-            first, later = steps[: self._rules.steps_per_epoch], steps[self._rules.steps_per_epoch :]
-            first, kl_metrics = self._logprob_passes.compute(first), {}
-            if self._config.algorithm.kl_reward_coef:
-                from fsdptrain.trainer.kl_reward import kl_in_reward
-
-                first, kl_metrics = kl_in_reward(
-                    rollout.samples,
-                    first,
-                    coef=self._config.algorithm.kl_reward_coef,
-                    estimator=self._config.algorithm.kl_reward_type,
-                    advantages=self._new_advantages,
-                )
-                first = self._logprob_passes.for_loss(first)
-            if later:
-                from fsdptrain.trainer.epochs import carry_scores
-
-                later = carry_scores(first, later)
-            return [*first, *later], kl_metrics
 
     def _optimize(self, steps: Sequence[StepBatches], tokens: TrainedTokens) -> Metrics:
         with self._phases("train"):
@@ -253,7 +193,7 @@ class TrainingLoop:
                 self._backend.train_step(step.packs, tokens.recorded_by(self._loss, step.packs), options)
                 for step in steps
             ]
-            self._num_updates += sum("optim/grad_norm" in values for values in found)
+            self._progress.count_updates(found)
             return metrics.mean_metrics(found, [step.packs[0].num_trained_tokens for step in steps])
 
     def _update_reference(self) -> None:
@@ -264,7 +204,7 @@ class TrainingLoop:
     def _push_weights(self) -> None:
         """If the engine generates before the next optimizer step; else it stays asleep."""
         generates = self._config.algorithm.algorithm != "sft" and self.step < self._config.run.num_rollout
-        if self._weight_sync is not None and (generates or self._evaluation_is_due):
+        if self._weight_sync is not None and (generates or self._evaluates_now):
             self._weight_sync.push(self.step, self._phases)
             self._asleep = False
 
@@ -273,25 +213,9 @@ class TrainingLoop:
         if self.step < self._config.run.num_rollout:
             self._source.run_ahead(self.step)
 
-    def _finish_step(self, rollout: RolloutBatch, steps: Sequence[StepBatches], trained: Metrics) -> None:
-        """Report the rollout that the last step was trained on."""
-        values = self._report.sample_metrics(rollout, self.step - 1) | trained
-        values |= self._report.speed_metrics(steps, self._phases, num_tokens=values["progress/tokens"])
-        synced = self._weight_sync.metrics(self.step) if self._weight_sync else {}
-        values |= metrics.reduce_max(synced) if synced else {}
-        values |= self._report.progress_metrics(values)
-        self._report.log(values, self.step)
-        self._report.warn_without_signal(values, self._folder.path)
-        self._call("on_step", values)
-
-    def _require_an_update(self) -> None:
-        """Raise NumericsError at the end of a run in which every optimizer step was skipped."""
-        skipped = self._report.last["optim/skipped_steps"]
-        if self.step == self._config.run.num_rollout and skipped and not self._num_updates:
-            raise NumericsError(
-                f"nothing was trained: gradients were not finite in all {skipped:.0f} optimizer steps; lower --lr or "
-                "--clip-grad, compute with --no-bf16, or check --loss"
-            )
+    @property
+    def _evaluates_now(self) -> bool:
+        return self._evaluation is not None and self._progress.is_evaluation_due
 
     def _evaluate(self) -> None:
         if self._evaluation is None:
@@ -299,27 +223,12 @@ class TrainingLoop:
         with self._phases("eval"):
             values, shown = self._evaluation.run()
         self._report.log(values, self.step)
-        self._report.log_samples(rows_without_training(shown, self._tokenizer), "heldout", self.step)
+        self._report.log_samples(rows_without_training(shown, self.tokenizer), "heldout", self.step)
         self._call("on_eval", values)
 
     def _call(self, method: str, argument: Any) -> None:
         for callback in self._trainer.callbacks:
             getattr(callback, method)(self._trainer, argument)
-
-    @property
-    def _evaluation_is_due(self) -> bool:
-        """After the first and the last step, and every --eval-interval."""
-        if self._evaluation is None:
-            return False
-        run = self._config.run
-        if not run.num_rollout:  # only an evaluation, of any step
-            return True
-        return self.step in (0, run.num_rollout) or self.step % run.eval_interval == 0
-
-    @property
-    def _checkpoint_is_due(self) -> bool:
-        run = self._config.run
-        return self.step == run.num_rollout or bool(run.save_interval and self.step % run.save_interval == 0)
 
     def _new_advantages(self, samples: list[Sample]) -> list[Sample]:
         """Of samples whose rewards have changed."""
@@ -327,46 +236,11 @@ class TrainingLoop:
             samples = assign_advantages(samples, self._advantages)
         return scale_over_batch(samples, self._advantages, metrics.reduce_sums)
 
-    def _why_nothing_is_left(self, rollout: RolloutBatch) -> str:
-        counts = metrics.reduce_sums({"samples": len(rollout.samples), "dropped": rollout.num_dropped})
-        if counts["dropped"] and not counts["samples"]:
-            return (
-                f"--overlong-samples drop left nothing to train on: all {counts['dropped']:.0f} samples are longer "
-                f"than "
-                f"{self._config.pack_budget}; raise it"
-            )
-        return (
-            f"--mask-truncated left nothing to train on: all {counts['samples']:.0f} responses were cut off at "
-            f"--rollout-max-response-len {self._rules.max_response_len}; raise it"
-        )
-
     def _save(self) -> None:
         """With --offload-train the engine sleeps meanwhile, and gets its weights once more afterwards."""
         with self._phases("save"):
-            written = self._checkpoints.write(self.step, self._write_state)
-        self._saved = self.step
+            written = self._progress.save()
         if written is not None:
             self._call("on_save", written)
         if self._config.sync.offload_train and self.step < self._config.run.num_rollout:
             self._push_weights()
-
-    def _write_state(self, directory: Path) -> ShardWrite | None:
-        shards = self._backend.save(directory, self.step)
-        if dist.get_rank() == 0:
-            state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
-            state["num_updates"] = self._num_updates
-            if RUN_ID in os.environ:
-                state[RUN_ID] = os.environ[RUN_ID]
-            (directory / PROGRESS_FILE).write_text(json.dumps(state))
-        return shards
-
-    def _resume(self) -> None:
-        checkpoint, progress = self._folder.checkpoint, self._folder.progress
-        if checkpoint is None or progress is None:
-            return
-        with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint}"):
-            if self._config.run.num_rollout:  # else the data may be other data
-                self._stream.load_state_dict(progress["stream"])
-            self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
-        self.step = self._saved = self._backend.load(checkpoint)
-        self._num_updates = progress.get("num_updates", 1)

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from fsdptrain import platform
 from fsdptrain.algo.advantages import zero_spread_groups
 from fsdptrain.distributed import gather, sum_over_ranks
-from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Metrics, Sample
+
+if TYPE_CHECKING:
+    from fsdptrain.trainer.batches import StepBatches
 
 _OF_TOKENS = ("policy/", "mismatch/")  # metrics that are means over the trained tokens of a step
 
@@ -99,7 +102,7 @@ def reduce_max(values: Mapping[str, float]) -> Metrics:
     return dict(zip(values, packed.tolist(), strict=True))
 
 
-def packing_metrics(steps: Sequence[StepBatches]) -> Metrics:
+def packing_metrics(steps: "Sequence[StepBatches]") -> Metrics:
     count = max(1, len(steps))
     return {
         "perf/pack_fill": sum(step.fill for step in steps) / count,

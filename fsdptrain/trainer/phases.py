@@ -1,15 +1,18 @@
 """The phases of a rollout: each is timed, and finds the trainer's tensors where it needs them."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 from torch.profiler import record_function
 
+from fsdptrain.config import Config
+from fsdptrain.config.run import profiled
 from fsdptrain.protocols import OffloadingBackend, RolloutEngine, TrainBackend
 from fsdptrain.rollout.stacks import StackDump
-from fsdptrain.trainer.profiling import RANGE
 
+RANGE = "phase: "  # before the names of phases in a trace
 _GENERATING = ("collect", "eval")  # phases in which the engine may need the whole device
 _WAITING = (*_GENERATING, "sync", "check")  # phases in which a rank waits for the engine
 _TRAINING = ("logprobs", "train", "save")
@@ -87,3 +90,12 @@ class Phases:
                 self._offloading.offload(keep_weights=True)
             elif name in _TRAINING:
                 self._offloading.onload()
+
+
+def step_profiler(config: Config, run: Path) -> Callable[[int], AbstractContextManager[None]]:
+    """Return what wraps each step: the profiler of --profile-steps, or nothing."""
+    if config.run.profile_steps is None:
+        return lambda step: nullcontext()
+    from fsdptrain.trainer.profiling import StepProfiler
+
+    return StepProfiler(profiled(config.run.profile_steps), run)

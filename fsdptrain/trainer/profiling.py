@@ -13,12 +13,12 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
+from fsdptrain.trainer.phases import RANGE
 
 log = logging.getLogger(__name__)
 
 FOLDER = "profile"  # in the output directory
 SUMMARY = "summary.json"  # of rank 0
-RANGE = "phase: "  # before the names of phases in the trace
 _LONGEST = 30  # operations in the summary
 _MOST_ALLOCATIONS = 200_000  # events of a memory snapshot
 

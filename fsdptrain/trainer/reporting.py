@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fsdptrain.config import Config
 from fsdptrain.data.stream import PromptSource
 from fsdptrain.protocols import Logger
+from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.phases import Phases
@@ -34,6 +35,7 @@ class Reporter:
         stream: PromptSource,
         speed: Speed,
         planned_memory: int | None,
+        folder: Path,
     ) -> None:
         self.last: Metrics = {}  # the last value of every metric
         self.totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
@@ -42,8 +44,29 @@ class Reporter:
         self._stream = stream
         self._speed = speed
         self._planned_memory = planned_memory
+        self._folder = folder
         self._reward_names = metrics.RewardNames()
         self._num_alike = 0  # rollouts in a row
+
+    def step(
+        self,
+        rollout: RolloutBatch,
+        steps: Sequence[StepBatches],
+        phases: Phases,
+        weight_sync: WeightSync | None,
+        trained: Metrics,
+        *,
+        step: int,
+    ) -> Metrics:
+        """Log and return all metrics of the rollout that step number `step` was trained on."""
+        values = self.sample_metrics(rollout, step - 1) | trained
+        values |= self.speed_metrics(steps, phases, num_tokens=values["progress/tokens"])
+        synced = weight_sync.metrics(step) if weight_sync else {}
+        values |= metrics.reduce_max(synced) if synced else {}
+        values |= self.progress_metrics(values)
+        self.log(values, step)
+        self.warn_without_signal(values, self._folder)
+        return values
 
     def sample_metrics(self, rollout: RolloutBatch, step: int) -> Metrics:
         """Of the samples to train on, when the policy has version `step`."""

@@ -17,7 +17,6 @@ from fsdptrain.config.rules import OnResume
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.fsdp.export_folder import check_target
 from fsdptrain.rank_variables import RUN_ID, restart_count
 
 log = logging.getLogger(__name__)
@@ -62,6 +61,8 @@ def open_folder(config: Config) -> RunFolder:
         if dist.get_rank() == 0:
             _refuse_other_experiment(config, folder, checkpoint)
             if config.run.export:
+                from fsdptrain.fsdp.export_folder import check_target
+
                 sources = (config.model.hf_checkpoint, config.ref.load)
                 check_target(folder / EXPORT, flag=f"--output-dir {folder}", sources=sources)
         if checkpoint is not None:

@@ -12,16 +12,16 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
-from fsdptrain.config import Config, DataConfig, check_own_launch, check_processes
+from fsdptrain.config import Config, check_own_launch, check_processes
 from fsdptrain.config.checks import across_nodes
-from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine
 from fsdptrain.trainer.callbacks import Callback
 from fsdptrain.trainer.components import build_components
 from fsdptrain.trainer.loop import TrainingLoop
+from fsdptrain.trainer.objects import config_naming, named_objects, with_data
 from fsdptrain.trainer.result import RunResult
-from fsdptrain.trainer.run_dir import EXPORT, open_folder
+from fsdptrain.trainer.run_dir import EXPORT
 from fsdptrain.trainer.run_lock import lock_folder
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics
@@ -72,19 +72,16 @@ class Trainer:
     ) -> None:
         if reward is not None and not config.generates:
             raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft without --sft-eval-generate")
-        objects = {
-            "environment": _constructor(environment, ("reset", "step")),
-            "loss": loss,
-            "advantage_estimator": advantage,
-            "rollout_engine": _constructor(engine, ("generate", "update_weights")),
-            "optimizer": optimizer,
-        }
-        given = {flat: found for flat, found in objects.items() if found is not None}
-        config = _naming(config, given) if given else config
-        config = config if dataset is None else _with_rows(config)
-        self.config = config if eval_dataset is None else _with_evaluation_rows(config)
+        objects = named_objects(
+            environment=environment,
+            loss=loss,
+            advantage=advantage,
+            engine=engine,
+            optimizer=optimizer,
+        )
+        self.config = with_data(config_naming(config, objects), dataset, eval_dataset)
         self.callbacks = list(callbacks)
-        self._objects = {str(self.config.value(flat)): found for flat, found in given.items()}
+        self._objects = {str(self.config.value(flat)): instance for flat, instance in objects.items()}
         self._reward = reward
         self._rows = (dataset, eval_dataset)
         self._loop: TrainingLoop | None = None
@@ -197,67 +194,10 @@ class Trainer:
             platform.seed_everything(self.config.run.seed + dist.get_rank())
             platform.set_deterministic(self.config.model.deterministic_mode)
             with lock_folder(self.config), ExitStack() as stack:
-                folder = open_folder(self.config)
-                if self.config.run.push_to_hub is not None:
-                    from fsdptrain.trainer.hub import open_repository
-
-                    open_repository(self.config)
                 with registry.given_objects(self._objects):
                     components = stack.enter_context(
                         build_components(
-                            self.config, folder, reward=self._reward, dataset=self._rows[0], eval_dataset=self._rows[1]
+                            self.config, reward=self._reward, dataset=self._rows[0], eval_dataset=self._rows[1]
                         )
                     )
-                yield TrainingLoop(folder, components, trainer=self, stop=self._stop)
-
-
-def _constructor(given: Any, methods: Sequence[str]) -> Any:
-    """Return a function that returns `given`, if it is an instance with these methods and not a class or function."""
-    is_instance = not isinstance(given, type) and all(hasattr(given, name) for name in methods)
-    return _Returning(given) if given is not None and is_instance else given
-
-
-class _Returning:
-    """Function of any arguments that returns one object."""
-
-    def __init__(self, found: Any) -> None:
-        self.found = found
-        self.__module__, self.__qualname__ = type(found).__module__, type(found).__qualname__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        return self.found
-
-
-def _naming(config: Config, given: Mapping[str, Any]) -> Config:
-    """Return `config` with the paths of the `given` objects as values, checked again."""
-    for flat in given:
-        if config.is_set(flat):
-            argument = {"advantage_estimator": "advantage", "rollout_engine": "engine"}.get(flat, flat)
-            flag = all_keys()[flat].flag
-            raise ConfigError(f"{flag} {config.value(flat)} and Trainer({argument}=...) are both given: choose one")
-    paths = {flat: registry.path_of(found) for flat, found in given.items()}
-    by_path = {path: given[flat] for flat, path in paths.items()}
-    for flat, path in paths.items():
-        if by_path[path] is not given[flat]:
-            raise ConfigError(f"Trainer(...) got two objects named {path}: give each a function with a name of its own")
-    values: dict[str, Any] = config.given_values | paths
-    return Config(**values)
-
-
-def _with_rows(config: Config) -> Config:
-    """Data from Python has no reasoning-gym task behind it, so neither its scorer nor its system prompt apply."""
-    if config.data.prompt_data != DataConfig().prompt_data:
-        raise ConfigError(f"--prompt-data {config.data.data_name} and Trainer(dataset=...) are both given: choose one")
-    if config.data.prompt_data_streaming:
-        raise ConfigError("--prompt-data-streaming has no effect on Trainer(dataset=...): remove it")
-    return config.model_copy(update={"data": config.data.source("dataset")})
-
-
-def _with_evaluation_rows(config: Config) -> Config:
-    if config.data.eval_prompt_data is not None:
-        given = f"--eval-prompt-data {config.data.eval_prompt_data} and Trainer(eval_dataset=...)"
-        raise ConfigError(f"{given} are both given: choose one")
-    if not config.evaluates:
-        raise ConfigError("Trainer(eval_dataset=...) has no effect: --eval-interval or --eval-size is 0")
-    return config.model_copy(update={"data": config.data.model_copy(update={"eval_prompt_data": "eval_dataset"})})
+                yield TrainingLoop(components, trainer=self, stop=self._stop)

@@ -6,9 +6,8 @@ import subprocess
 from typing import Any
 
 import pytest
-from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, OpenAI
 
-from fsdptrain.agents import endpoint as endpoint_module
 from fsdptrain.agents.endpoint import Endpoint
 from tests.agents.scripted import KEY, ScriptedEpisodes
 
@@ -111,25 +110,11 @@ def test_the_async_client_streams_chunks_that_start_with_the_role(endpoint: Endp
     assert end["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop"}]
 
 
-def test_a_stream_waits_with_comments_and_ends_with_an_error_event(
-    client: OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint_module, "_KEEP_ALIVE_S", 0.02)
-    for text, message in (("refuse", "the prompt is too long"), ("fail", "the engine")):
-        messages: Any = [{"role": "user", "content": text}]
-        with pytest.raises(APIError, match=message):
-            list(client.chat.completions.create(model="", messages=messages, stream=True))
-    with client.chat.completions.with_streaming_response.create(
-        model="", messages=says("wait"), stream=True
-    ) as response:
-        lines = response.iter_lines()
-        assert [next(lines) for _ in range(3)] == [": waiting", "", ": waiting"]
-
-
 def test_errors_of_a_call_reach_the_client(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError, match="too long") as refused:
-        client.chat.completions.create(model="", messages=says("refuse"))
-    assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match="too long") as refused:
+            client.chat.completions.create(model="", messages=says("refuse"), stream=stream)
+        assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
     with pytest.raises(InternalServerError, match=r"ZeroDivisionError: the engine \(scripted.py:\d+\)"):
         client.chat.completions.create(model="", messages=says("fail"))
 

@@ -201,8 +201,8 @@ def test_a_step_judges_no_more_groups_than_its_rounds_allow() -> None:
 class Counting(SingleTurn):
     """A sampler with metrics of its own, as that of agents."""
 
-    def sample_in_flight(self, *args: Any) -> GenerationRound:
-        return replace(super().sample_in_flight(*args), counts={"agent/calls": 1.0})
+    def sample(self, *args: Any, **more: Any) -> GenerationRound:
+        return replace(super().sample(*args, **more), counts={"agent/calls": 1.0})
 
 
 def counted(partial: bool) -> list[float]:

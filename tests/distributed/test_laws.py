@@ -13,7 +13,7 @@ All cases of a mesh size run in one group of ranks. Laws of each:
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def steps(backend: FSDPBackend, case: Case, numbers: range, *, max_tokens: int, 
             items = with_routes(items, num_experts=MODELS[case.model][1]["num_experts"])
         with Exact() if case.is_exact else nullcontext():
             packs = scored(backend, packs_of_this_rank(items, max_tokens, copies), reference=case.values == KL)
-            loss = replace(LossConfig(entropy_coef=0.01), kl_loss_coef=case.values.get("kl_loss_coef", 0.0))
+            loss = LossConfig(entropy_coef=0.01, kl_loss_coef=case.values.get("kl_loss_coef", 0.0))
             metrics = backend.train_step(packs, LOSSES["grpo"], loss)
         found.append((dict(gradients), metrics))
     return found

@@ -130,7 +130,7 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(tmp_path):
         (["--prompt-data", "rows.jsonl", "--label-key", "answer"], "--label-key 'answer' is not a column of "),
         (["--prompt-data", "rows.csv", "--input-key", "promt"], "did you mean 'prompt'?"),
         (["--prompt-data", "rows.parquet", "--label-key", "answer"], "--label-key 'answer' is not a column of "),
-        (["--prompt-data", "rows.jsonl", "--algorithm", "sft", "--sft-format", "alpaca"], "needs the column instruct"),
+        (["--prompt-data", "rows.jsonl", "--algorithm", "sft", "--input-key", "x"], "'x' is not a column"),
         (["--prompt-data", "reasoning_gym:spell_backwards"], "reasoning_gym has no task 'spell_backwards'"),
         (["--reward", "maths"], "--reward does not know 'maths'; did you mean 'math'?"),
         (["--reward", "own:none"], "--reward own:none: module 'own' has no attribute 'none'"),

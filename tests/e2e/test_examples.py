@@ -13,7 +13,6 @@ import pytest
 
 from examples import custom_reward, python_api, stages
 from examples.code import train as code
-from examples.distillation import train as distillation
 from examples.guess_number import train as guess_number
 from examples.judge import train as judge
 from fsdptrain.rewards.judge import API_KEY
@@ -98,19 +97,3 @@ def test_an_example_learns(name: str, metric: str, gain: float, tmp_path: Path) 
     assert before < 0.7
     assert after > before + gain
     assert f"{metric}: {before:.3f} -> {after:.3f}" in done.stdout
-
-
-@pytest.mark.matrix
-def test_students_of_a_teacher_learn(tmp_path: Path) -> None:
-    """In 8 rollouts of 64 samples, each from about half to about three quarters."""
-    argv = [sys.executable, ROOT / "examples" / "distillation" / "train.py", "--output-dir", tmp_path / "run"]
-    done = subprocess.run(
-        [*argv, "--rollouts", "8"], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rows = dict(
-        line.split(": ") for line in done.stdout.splitlines() if line.partition(":")[0] in distillation.STUDENTS
-    )
-    accuracies = {name: [float(value) for value in text.split()] for name, text in rows.items()}
-    assert set(accuracies) == set(distillation.STUDENTS)
-    assert all(values[-1] > values[0] + 0.1 for values in accuracies.values())

@@ -27,13 +27,10 @@ def test_the_report_for_machines_holds_the_same(tmp_path: Path):
     report = json.loads(result.out)
     assert report["parameters"]["total"] == 30_532_122_624
     assert report["parameters"]["per_rank"] == 30_532_122_624 // 8
-    assert [group["count"] for group in report["groups"]] == [48, 1]
-    assert sum(group["count"] * group["parameters"] for group in report["groups"]) == report["parameters"]["total"]
     assert report["probe"]["layout"] == "packed"
     assert report["probe"]["gradient_difference"] < report["probe"]["tolerance"]
     assert report["fallbacks"] == []
     assert [kernel["used"] for kernel in report["kernels"] if kernel["part"] == "logprobs"] == ["eager"]
-    assert report["dtypes"]["export"] == "bfloat16"
 
 
 def test_with_liger_it_says_what_is_replaced_or_why_nothing_is(tmp_path: Path):

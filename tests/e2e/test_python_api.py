@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdptrain import Callback, Config, Trainer
+from fsdptrain import Callback, Config, Trainer, load_recipe
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.optimizers import adamw
 from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.loggers import RunInfo
 from fsdptrain.rollout.embedded.engine import build_hf_engine
 from fsdptrain.types import Metrics, Sample, Turn
 
@@ -78,6 +79,33 @@ class Recorder(Callback):
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:
         self.calls.append(("save", trainer.step, folder.name))
+
+
+class ConfigLogger:
+    """Notes the running configuration, as tracking services get it."""
+
+    configs: list[Config] = []  # noqa: RUF012 - the loop creates the logger
+
+    def __init__(self, info: RunInfo) -> None:
+        assert info.config is not None
+        self.configs.append(info.config)
+
+    def log(self, values: Metrics, step: int) -> None: ...
+
+    def log_samples(self, rows: Sequence[Any], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_config_yaml_holds_the_running_configuration_with_which_the_same_command_resumes(checkpoint, tmp_path, caplog):
+    options = config(checkpoint, tmp_path, log_to=[f"{__name__}:ConfigLogger"], num_rollout=1)
+    Trainer(options, reward=vowels, dataset=ROWS).fit()
+    [running] = ConfigLogger.configs
+    assert (options.rollout.engine, running.rollout.engine) == ("auto", "hf")
+    assert load_recipe(tmp_path / "config.yaml") == running
+    caplog.clear()
+    assert Trainer(options, reward=vowels, dataset=ROWS).fit().step == 1
+    assert "in place of" not in caplog.text
 
 
 def test_callbacks_see_every_rollout_step_evaluation_and_checkpoint_and_may_end_the_run(checkpoint, tmp_path):

@@ -88,6 +88,7 @@ def test_changed_options_are_reported_on_resume_and_refused_for_a_finished_run(
     before = (run / "config.yaml").read_text()
     again = command.run(base, tmp_path / "again")
     assert (again.code, "nothing to train: step 2 of --num-rollout 2" in again.err) == (0, True), again.err
+    assert "in place of" not in again.err
 
     refused = command.run([*base, "--lr", "0.5"], tmp_path / "2")
     assert refused.code == 2

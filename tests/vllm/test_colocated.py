@@ -77,7 +77,7 @@ def test_a_head_that_vllm_does_not_tie_stops_the_run(tmp_path):
 def refusal(folder: Path) -> str:
     config = Config(hf_checkpoint=str(folder), rollout_engine="vllm", rollout_engine_args={"max_num_seq": 8})
     with pytest.raises(ConfigError) as caught:
-        engine_factory("vllm", device_type="cpu")(config, checkpoint=folder, device=torch.device("cpu"))
+        engine_factory("vllm")(config, checkpoint=folder, device=torch.device("cpu"))
     return str(caught.value)
 
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
-from fsdptrain.data.routes import join_routes
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Images, PackedBatch, Sample, join_images, positions_of
 
@@ -223,7 +222,7 @@ def pack(
         rollout_logprobs=of_next_token(_column([sample.rollout_logprobs for sample in samples], torch.float32)),
         num_loss_tokens=totals.num_tokens,
         num_skipped_tokens=totals.num_skipped,
-        routes=join_routes(samples),
+        routes=_routes(samples),
         images=join_images([(images.get(sample.group_id), len(sample.token_ids)) for sample in samples]),
     )
     batch = batch if finish is None else finish(batch)
@@ -311,3 +310,11 @@ def _assign(pack_costs: Sequence[float], num_ranks: int) -> list[list[int]]:
             by_rank[rank].append(number)
             totals[rank] += pack_costs[number]
     return by_rank
+
+
+def _routes(samples: Sequence[Sample]) -> Tensor | None:
+    if all(sample.routes is None for sample in samples):
+        return None
+    from fsdptrain.data.routes import join_routes
+
+    return join_routes(samples)

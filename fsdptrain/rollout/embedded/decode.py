@@ -35,7 +35,8 @@ class _State:
 
     def take(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`. Rows may repeat or be left out."""
-        select_rows(self.cache, rows)
+        # the one selection that all kinds of layers support: recurrent states lack the batch_ ones (transformers 5.23)
+        self.cache.reorder_cache(cast(torch.LongTensor, rows))
         self.positions = self.positions[rows]
         self.mask = None if self.mask is None else self.mask[rows]
         self.rope_offset = None if self.rope_offset is None else self.rope_offset[rows]
@@ -150,15 +151,6 @@ def prefill(
         rope_offset = positions[1:].amax((0, 2))[:, None] + 1 - lengths[:, None].to(device)
     logits = forward(model, ids, mask, positions, cache, **seen)
     return logits, _State(cache, lengths[:, None].to(device), mask, rope_offset)
-
-
-def select_rows(cache: Cache, rows: Tensor) -> None:
-    """Replace row i of `cache` by row `rows[i]`. Rows may repeat or be left out.
-
-    The only selection that all kinds of layers support: full and sliding attention, and recurrent states, which lack
-    batch_repeat_interleave and batch_select_indices (transformers 5.23).
-    """
-    cache.reorder_cache(cast(torch.LongTensor, rows))
 
 
 def forward(

@@ -16,7 +16,7 @@ class WeightSync:
     """Weight syncs from one trainer to one engine."""
 
     def __init__(self, engine: RolloutEngine, backend: TrainBackend, verifier: WeightVerifier | None) -> None:
-        self._engine = engine
+        self.engine = engine
         self._backend = backend
         self._verifier = verifier
         self._pushed: int | None = None  # newest version
@@ -28,7 +28,7 @@ class WeightSync:
         Raises RolloutError on every rank if the engine does not hold these weights afterwards.
         """
         with span("sync"):
-            self._engine.wake_up()
+            self.engine.wake_up()
             self._push(version)
             self._pushed = version
         if self._verifier:
@@ -48,7 +48,7 @@ class WeightSync:
         return metrics | (self._verifier.metrics() if self._verifier else {})
 
     def _push(self, version: int) -> None:
-        engine, backend, verifier = self._engine, self._backend, self._verifier
+        engine, backend, verifier = self.engine, self._backend, self._verifier
         self._nbytes = 0
         if backend.push_weights(engine, version):
             return

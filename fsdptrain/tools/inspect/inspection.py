@@ -30,8 +30,6 @@ from fsdptrain.features.prefix_sharing.probe import structural_obstacle
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.estimate import Shapes
 from fsdptrain.model.attention.attention import resolve_attention
-from fsdptrain.model.layer_kinds import layer_kinds
-from fsdptrain.model.loading.files import stored_dtype
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers
 from fsdptrain.model.loading.meta import build_meta_model
@@ -45,17 +43,6 @@ from fsdptrain.tools.inspect.module_tree import Part, module_tree
 
 
 @dataclass(frozen=True)
-class Group:
-    """An FSDP group: the parameters that are gathered together."""
-
-    name: str
-    count: int  # number of identical groups
-    parameters: int  # per group
-    per_rank: int  # per group, on the rank with most
-    gathered_bytes: int  # in the compute dtype
-
-
-@dataclass(frozen=True)
 class Inspection:
     """The full report. `refusal` is the reason why the model cannot be trained; `probe` may be None then."""
 
@@ -65,9 +52,7 @@ class Inspection:
     module: str  # module that defines the class
     parts: list[Part]
     parameters: Mapping[str, int]
-    groups: list[Group]
-    head: Mapping[str, Any]
-    dtypes: Mapping[str, str]
+    head: str
     probe: LayoutProbe | None
     refusal: str
     kernels: list[Kernel]
@@ -86,22 +71,19 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Inspect the model of `config`. Raises CheckpointError if config.json cannot be read."""
     device_type = platform.device_type()
     overrides = install_overrides(device_type)  # before the probe, which uses them
-    model, path = meta_model(config, with_adapters=True)
+    model, _ = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
     liger = list(_liger(config, model))
     split_plan_of(model, config)
-    shapes = Shapes(model, config, num_gpus)
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
         parts=module_tree(model),
-        parameters=_count(model, shapes),
-        groups=_groups(model, shapes, compute_dtype.itemsize),
+        parameters=_count(model, Shapes(model, config, num_gpus)),
         head=_head(model),
-        dtypes=_dtypes(path, config),
         probe=probe,
         refusal=refusal or next((kernel.reason for kernel in liger if kernel.fell_back), ""),
         kernels=[
@@ -210,48 +192,13 @@ def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:
     }
 
 
-def _groups(model: PreTrainedModel, shapes: Shapes, compute_bytes: int) -> list[Group]:
-    found = []
-    for kind in layer_kinds(model):
-        name = f"{kind.path} {kind.span}"
-        found.append((name, len(kind.indices), list(kind.layer.parameters())))
-    found.append(("embedding, head and other parameters", 1, shapes.outside))
-    return [
-        Group(
-            name,
-            count,
-            sum(p.numel() for p in parameters),
-            sum(map(shapes.shard, parameters)),
-            compute_bytes * sum(map(shapes.gathered_elements, parameters)),
-        )
-        for name, count, parameters in found
-    ]
-
-
-def _head(model: PreTrainedModel) -> dict[str, Any]:
-    head = lm_head(model)
-    transform = head_transform(model.config)
+def _head(model: PreTrainedModel) -> str:
+    """Describe the output layer: its class, size and ties, and the transform of the logits."""
+    head, transform = lm_head(model), head_transform(model.config)
     name = next(name for name, module in model.named_modules() if module is head)
     ties = next(names for names in parameter_names(model) if f"{name}.weight" in names)
-    others = [other for other in ties if other != f"{name}.weight"]
-    return {
-        "class_name": type(head).__name__,
-        "vocab_size": model.config.get_text_config().vocab_size,
-        "bias": any(name == "bias" for name, _ in head.named_parameters()),
-        "tied_to": others[0] if others else "",  # "": not tied
-        "softcap": transform.softcap,
-        "logit_scale": transform.logit_scale,
-    }
-
-
-def _dtypes(path: Path, config: Config) -> dict[str, str]:
-    """Return the dtype of each kind of tensor: stored, gathered, reduced and exported."""
-    lora = config.section(LoraConfig).enabled
-    frozen = {"frozen weights": config.compute_dtype_name} if lora else {}
-    return frozen | {
-        "adapter, gradients, Adam" if lora else "weights, gradients, Adam": "float32",
-        "gathered layers, activations": config.compute_dtype_name,
-        "reduction of gradients": "float32",
-        "logprobs": "float32",
-        "export": stored_dtype(path) or config.compute_dtype_name,
-    }
+    notes = [type(head).__name__, f"vocabulary {model.config.get_text_config().vocab_size}"]
+    notes.append(next((f"tied to {other}" for other in ties if other != f"{name}.weight"), "not tied"))
+    notes += ["with bias"] * any(name == "bias" for name, _ in head.named_parameters())
+    notes += [f"logits x {transform.logit_scale:g}"] * (transform.logit_scale != 1.0)
+    return ", ".join(notes if transform.softcap is None else [*notes, f"softcap {transform.softcap:g}"])

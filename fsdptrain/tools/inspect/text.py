@@ -9,7 +9,7 @@ from rich.text import Text
 
 from fsdptrain.memory.estimate import count
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.tools.inspect.inspection import Group, Inspection
+from fsdptrain.tools.inspect.inspection import Inspection
 from fsdptrain.tools.inspect.module_tree import Part
 
 WIDEST = 100  # columns
@@ -18,12 +18,9 @@ WIDEST = 100  # columns
 def print_inspection(report: Inspection) -> None:
     console = narrow_console()
     line(console, report.model_class, f"{report.model_type}, {report.module}")
-    section(console, "Parameters", facts([*_parameter_rows(report.parameters), ("head", _head(**report.head))]))
+    section(console, "Parameters", facts([*_parameter_rows(report.parameters), ("head", report.head)]))
     section(console, "Modules", table(("module", "class", "kind"), ("parameters",), map(_part, report.parts)))
-    groups = table(("group",), ("parameters", "per rank", "gathered"), map(_group, report.groups))
-    section(console, f"FSDP groups over {_ranks(report.parameters['num_shards'])}", groups)
     section(console, "Computation", facts(_computation(report)))
-    section(console, "Dtypes", facts(report.dtypes.items()))
 
 
 def narrow_console() -> Console:
@@ -70,22 +67,9 @@ def _parameter_rows(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     yield "per rank", f"{count(counts['per_rank'])} over {_ranks(counts['num_shards'])}"
 
 
-def _head(
-    *, class_name: str, vocab_size: int, bias: bool, tied_to: str, softcap: float | None, logit_scale: float
-) -> str:
-    notes = [class_name, f"vocabulary {vocab_size}", f"tied to {tied_to}" if tied_to else "not tied"]
-    notes += ["with bias"] * bias + [f"logits x {logit_scale:g}"] * (logit_scale != 1.0)
-    return ", ".join(notes if softcap is None else [*notes, f"softcap {softcap:g}"])
-
-
 def _part(part: Part) -> tuple[str, ...]:
     size = _times(part.count) + count(part.numel) if part.numel else "-"
     return "  " * part.depth + _short(part.path), part.class_name, part.note or part.kind, size
-
-
-def _group(group: Group) -> tuple[str, ...]:
-    gathered = f"{group.gathered_bytes / 1024**2:.0f} MiB"
-    return _short(group.name), _times(group.count) + count(group.parameters), count(group.per_rank), gathered
 
 
 def _times(number: int) -> str:

@@ -1,36 +1,67 @@
-"""Build what makes samples: the sampler, the evaluation, builders of supervised samples, the source of a run."""
+"""Build what makes samples: rewards, the sampler, the evaluation, builders of supervised samples, the source."""
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import registry
 from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.config import Config
+from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.protocols import RolloutEngine
-from fsdptrain.rewards.build import reads_environment
-from fsdptrain.rewards.parallel import ParallelReward
+from fsdptrain.protocols import RewardFunction, RolloutEngine
+from fsdptrain.rewards.build import WeightedSum, reads_environment
+from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.rules import selection_rules, shaping_rule
-from fsdptrain.trainer.samples.background import Background
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
-from fsdptrain.types import Prompt
+from fsdptrain.types import Episode, Prompt
 
 if TYPE_CHECKING:
     from fsdptrain.trainer.evaluation import Evaluation
+    from fsdptrain.trainer.samples.background import Background
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
     from fsdptrain.trainer.samples.sft import Builders
     from fsdptrain.trainer.sft_evaluation import LossEvaluation
 
+log = logging.getLogger(__name__)
+
 # imported when a run has an agent
 AGENT_SAMPLER = registry.Table[Callable[..., Sampler]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
+
+
+def open_rewards(
+    config: Config,
+    reward: RewardFunction | WeightedSum,
+    data: RunData,
+    environment: "LoadedEnvironment | None",
+    stack: ExitStack,
+) -> ParallelReward:
+    """Start the rewards. Rank 0 calls those of the user once. Raises ConfigError on all ranks. Collective."""
+    with raise_on_all_ranks(ConfigError, "--reward"):
+        rewards = build_parallel(config, reward)
+        stack.callback(rewards.close)
+        prompts = [*data.prompts[:1]]
+        if config.algorithm.algorithm != "sft":  # else only evaluations compute rewards
+            part = data.stream.parts[0]
+            prompts.insert(0, make_prompt(part.first_row(), part.tokenizer, data=part.data, processor=part.processor))
+        if environment is not None:
+            episode = Episode((), None, done=True)
+            prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
+        lines = rewards.check(prompts, call=dist.get_rank() == 0)
+    for line in lines:
+        log.warning("%s", line)
+    return rewards
 
 
 def build_sampler(
@@ -105,7 +136,7 @@ def build_source(
     builders: "Builders | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
-    background: Background | None,
+    background: "Background | None",
 ) -> SampleSource:
     if builders is not None:
         from fsdptrain.trainer.samples.sft import SftSource

@@ -116,7 +116,7 @@ class ContinuousSource(GroupSource):
         for prompt, owner in zip(prompts, assign(len(prompts), open_groups), strict=True):
             group = Group(prompt, owner, Stopwatch())
             if owner == dist.get_rank():
-                group.work = self.threads.submit(self.sampler.sample_in_flight, [prompt], sampling, group.watch)
+                group.work = self.threads.submit(self.sampler.sample, [prompt], sampling, group.watch, in_flight=True)
                 group.work.add_done_callback(lambda _: self._changed.set())
             self._open.append(group)
         self._num_started += len(prompts)

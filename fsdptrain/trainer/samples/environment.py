@@ -2,20 +2,17 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 from fsdptrain import registry
-from fsdptrain.config import Config, EnvironmentConfig
+from fsdptrain.config import EnvironmentConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Environment
 from fsdptrain.types import Prompt, Turn
 
 FLAG = "--environment"
-
-OPTIONAL: Mapping[str, Any] = {"finish": None, "dataset": None, "system_prompt": None, "tools": ()}
-"""Optional attributes of an environment and their defaults. `reset` and `step` are required."""
 
 Reward = float | Mapping[str, float] | None
 
@@ -33,10 +30,10 @@ class LoadedEnvironment:
     """An environment or an agent, and its optional attributes."""
 
     environment: Environment | Agent
-    finish: Callable[[Any], Reward] | None  # called after the last turn, also on errors: final reward, frees the state
-    dataset: Callable[[], Sequence[Mapping[str, Any]]] | None  # prompt, label, metadata per row
-    system_prompt: str | None  # for --system-prompt auto
-    tools: Sequence[Any]  # JSON schemas, passed to the chat template
+    finish: Callable[[Any], Reward] | None = None  # after the last turn, also on errors: final reward, frees the state
+    dataset: Callable[[], Sequence[Mapping[str, Any]]] | None = None  # prompt, label, metadata per row
+    system_prompt: str | None = None  # for --system-prompt auto
+    tools: Sequence[Any] = ()  # JSON schemas, passed to the chat template
 
     @property
     def is_agent(self) -> bool:
@@ -52,35 +49,24 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
     Raises ConfigError for any other object, and for arguments that it does not accept.
     """
     if config.environment_command is not None:
-        return LoadedEnvironment(
-            Agent(None, config.environment_command), finish=None, dataset=None, system_prompt=None, tools=()
-        )
+        return LoadedEnvironment(Agent(None, config.environment_command))
     if config.environment is None:
         return None
     made = _make(config.environment, config.environment_kwargs)
     if isinstance(made, Agent):
-        return LoadedEnvironment(made, finish=None, dataset=None, system_prompt=None, tools=())
+        return LoadedEnvironment(made)
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(
                 f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or a function "
                 "(prompt, responses) -> Turn"
             )
-    found = {name: getattr(made, name, without) for name, without in OPTIONAL.items()}
+    optional = [each for each in fields(LoadedEnvironment) if each.name != "environment"]
+    found: dict[str, Any] = {each.name: getattr(made, each.name, each.default) for each in optional}
     for method in ("finish", "dataset"):
         if found[method] is not None and not callable(found[method]):
             raise ConfigError(f"{FLAG} {config.environment}: {method} must be a method, got {found[method]!r:.80}")
     return LoadedEnvironment(made, **found)
-
-
-def with_instructions(config: Config, environment: LoadedEnvironment) -> Config:
-    """Add the environment's tools, and its system prompt unless the user set one, to the data section."""
-    changes: dict[str, Any] = {}
-    if environment.system_prompt is not None and config.data.system_prompt == "auto":
-        changes["system_prompt"] = environment.system_prompt
-    if environment.tools:
-        changes["chat_template_kwargs"] = {**config.data.chat_template_kwargs, "tools": list(environment.tools)}
-    return config.model_copy(update={"data": config.data.model_copy(update=changes)})
 
 
 def _make(name: str, kwargs: Mapping[str, Any]) -> Any:

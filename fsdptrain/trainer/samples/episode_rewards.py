@@ -1,6 +1,6 @@
 """Rewards of episodes, which their environment or agent may give."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,27 +12,16 @@ from fsdptrain.types import Episode, Message, Prompt
 
 
 class EndedEpisode(Protocol):
-    @property
-    def prompt(self) -> Prompt: ...
-
-    @property
-    def messages(self) -> Sequence[Message]: ...
+    prompt: Prompt
+    messages: list[Message]
+    rewards: dict[str, float] | None  # given by the environment
+    done: bool
+    error: str | None
 
     @property
     def response(self) -> str:
         """The last response of the model."""
         ...
-
-    @property
-    def rewards(self) -> Mapping[str, float] | None:
-        """Given by the environment."""
-        ...
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def error(self) -> str | None: ...
 
 
 def compute_episode_rewards(

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,16 +13,15 @@ from fsdptrain.config import Config
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.data.rows import as_messages
-from fsdptrain.distributed import any_rank, raise_on_all_ranks
-from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import InFlightEngine, RolloutEngine
+from fsdptrain.distributed import any_rank
+from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.values import RewardResult, to_result
 from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
-from fsdptrain.trainer.samples.single_turn import Generate, GenerationRound, response_text
+from fsdptrain.trainer.samples.single_turn import GenerationRound, generate_with, response_text, rollout_errors
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams, Turn
 
 ROLES = ("user", "tool", "system")  # roles of an observation; `assistant` is the model
@@ -120,27 +118,10 @@ class MultiTurn:
     tokenizer: PreTrainedTokenizerBase
     max_turns: int
 
-    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
-        return self._sample(self.engine.generate, prompts, sampling, watch, collective=True)
-
-    def sample_in_flight(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch, *, in_flight: bool = False
     ) -> GenerationRound:
-        assert isinstance(self.engine, InFlightEngine)
-        return self._sample(self.engine.generate_in_flight, prompts, sampling, watch, collective=False)
-
-    def _sample(
-        self,
-        generate: Generate,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        watch: Stopwatch,
-        *,
-        collective: bool,
-    ) -> GenerationRound:
-        def agreed() -> AbstractContextManager[object]:
-            return raise_on_all_ranks(RolloutError, "rollout") if collective else nullcontext()
-
+        generate = generate_with(self.engine, in_flight=in_flight)
         episodes = [
             Conversation(prompt, index, sampling.max_tokens)
             for prompt in prompts
@@ -148,16 +129,16 @@ class MultiTurn:
         ]
         active, requests, params = episodes, list(prompts), sampling
         while True:
-            with agreed():
+            with rollout_errors(in_flight=in_flight):
                 with watch("generate"):
                     completions = generate(requests, params)
                 with watch("reward"):
                     self._take_turn(active, completions, seed=sampling.seed)
             active = [episode for episode in episodes if episode.active]
-            if not (any_rank(bool(active)) if collective else active):
+            if not (active if in_flight else any_rank(bool(active))):
                 break
             requests, params = [episode.next_prompt for episode in active], replace(sampling, num_samples=1)
-        with agreed(), watch("reward"):
+        with rollout_errors(in_flight=in_flight), watch("reward"):
             self._finish(episodes)
             results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
             return GenerationRound(

@@ -1,12 +1,13 @@
 """Samplers: completions of prompts, scored by the reward."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fsdptrain.data.routes import sample_routes
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import InFlightEngine, RolloutEngine
@@ -56,21 +57,30 @@ NOTHING = GenerationRound(samples=[], prompts=[], texts=[], results=RewardResult
 class Sampler(Protocol):
     """Generate and score samples for prompts."""
 
-    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch, *, in_flight: bool = False
+    ) -> GenerationRound:
         """Generate and score samples. Collective; a rank may have no prompts.
 
         The group id of a sample is the id of its prompt. `watch` records the time of generation and scoring.
+        in_flight: the engine generates in the background. Not collective; from any thread.
         """
-        ...
-
-    def sample_in_flight(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
-    ) -> GenerationRound:
-        """Same as `sample`, for an engine that generates in the background. Not collective; call it from any thread."""
         ...
 
 
 Generate = Callable[[Sequence[Prompt], SamplingParams], list[Completion]]
+
+
+def generate_with(engine: RolloutEngine, *, in_flight: bool) -> Generate:
+    if not in_flight:
+        return engine.generate
+    assert isinstance(engine, InFlightEngine)
+    return engine.generate_in_flight
+
+
+def rollout_errors(*, in_flight: bool) -> AbstractContextManager[object]:
+    """Raise RolloutError on all ranks if one of them fails. In flight, a rank raises its error alone."""
+    return nullcontext() if in_flight else raise_on_all_ranks(RolloutError, "rollout")
 
 
 @dataclass
@@ -81,31 +91,18 @@ class SingleTurn:
     reward: ParallelReward
     tokenizer: PreTrainedTokenizerBase
 
-    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
-        with raise_on_all_ranks(RolloutError, "rollout"):
-            return self._sample(self.engine.generate, prompts, sampling, watch)
-
-    def sample_in_flight(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch, *, in_flight: bool = False
     ) -> GenerationRound:
-        assert isinstance(self.engine, InFlightEngine)
-        return self._sample(self.engine.generate_in_flight, prompts, sampling, watch)
-
-    def _sample(
-        self, generate: Generate, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
-    ) -> GenerationRound:
-        with watch("generate"):
-            completions = generate(prompts, sampling)
-        with watch("reward"):
-            asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
-            texts = [response_text(self.tokenizer, completion) for completion in completions]
-            results = compute_rewards(self.reward, asked, texts)
-            return GenerationRound(
-                samples=[make_sample(*row) for row in zip(asked, completions, results.results, strict=True)],
-                prompts=asked,
-                texts=texts,
-                results=results,
-            )
+        with rollout_errors(in_flight=in_flight):
+            with watch("generate"):
+                completions = generate_with(self.engine, in_flight=in_flight)(prompts, sampling)
+            with watch("reward"):
+                asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+                texts = [response_text(self.tokenizer, completion) for completion in completions]
+                results = compute_rewards(self.reward, asked, texts)
+                samples = [make_sample(*row) for row in zip(asked, completions, results.results, strict=True)]
+                return GenerationRound(samples, asked, texts, results)
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
@@ -126,5 +123,13 @@ def make_sample(prompt: Prompt, completion: Completion, result: RewardResult) ->
         policy_version=completion.policy_version,
         versions=completion.versions and [completion.policy_version] * before + completion.versions,
         truncated=completion.finish_reason == "length",
-        routes=sample_routes([completion.routes], before + after),
+        routes=_routes(completion, before + after),
     )
+
+
+def _routes(completion: Completion, length: int) -> Tensor | None:
+    if completion.routes is None:
+        return None
+    from fsdptrain.data.routes import sample_routes
+
+    return sample_routes([completion.routes], length)

@@ -248,7 +248,6 @@ DATA_REFUSED = [
     ({"prompt_split": "test"}, ["--prompt-split"], {"prompt_data": "gsm8k"}),
     ({"prompt_data": "a.jsonl", "data_size": 10}, ["--data-size"], {"prompt_data": "reasoning_gym:spell_backward"}),
     ({"prompt_data": "a.jsonl?x=1", "prompt_split": "test"}, ["--prompt-split"], {"prompt_data": "folder"}),
-    ({"algorithm": "sft", "sft_format": "text"}, ["--sft-format", "no columns"], {"prompt_data": "a.jsonl"}),
     ({"image_key": "images"}, ["--image-key", "no columns"], {"prompt_data": "a.jsonl"}),
 ]  # fmt: skip
 

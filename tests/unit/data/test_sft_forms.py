@@ -61,45 +61,36 @@ def test_the_form_is_detected_by_the_columns_and_logged(values, form, prompt, la
     assert f"--prompt-data dataset: form: {form}" in caplog.text
 
 
-def test_options_that_name_columns_and_the_form_are_respected() -> None:
+def test_options_that_name_columns_are_respected() -> None:
     assert row_of({"query": "2+2?", "response": "4", "text": "x"}, input_key="query", label_key="response").label == "4"
     assert row_of({"chat": [ASK, ANSWER]}, input_key="chat").label == Conversation([ASK, ANSWER])
     assert row_of({"body": "2+2=4", "text": "x"}, input_key="body", label_key="").label == Text("2+2=4")
-    both = {"instruction": "2+2?", "input": "", "output": "4", "text": "x"}
-    assert row_of(both, SftConfig(format="alpaca")).label == "4"
-    assert row_of(both, SftConfig(format="text")).label == Text("x")
-    assert row_of({"prompt": "a", "label": "4", "text": "x"}, SftConfig(format="label")).label == "4"
-    assert (
-        row_of({"q": "a", "a": "4", "text": "x"}, SftConfig(format="label"), input_key="q", label_key="a").label == "4"
-    )
-    assert row_of({"prompt": "a", "label": 1, "body": "x"}, SftConfig(format="text"), input_key="body").label == Text(
-        "x"
-    )
+
+
+@pytest.mark.parametrize(
+    ("values", "label"),
+    [
+        ({"instruction": "2+2?", "input": "", "output": "4", "text": "x"}, "4"),
+        ({"text": "x", "messages": [ASK, ANSWER]}, Conversation([ASK, ANSWER])),
+        ({"prompt": "a", "label": "x", "completion": "4"}, "4"),
+        ({"prompt": "a", "label": "4", "text": "x"}, "4"),
+    ],
+)
+def test_of_several_forms_the_first_is_taken(values, label) -> None:
+    assert row_of(values).label == label
 
 
 @pytest.mark.parametrize(
     ("values", "sft", "data", "message"),
     [
         ({"question": "a", "answer": "b"}, {}, {}, "none of the known forms .* its columns are question, answer; name"),
-        (
-            {"text": "a", "messages": [ASK]},
-            {},
-            {},
-            r"several forms, messages and text \(columns text, messages\): choo",
-        ),
-        ({"prompt": "a", "completion": "b", "label": True}, {}, {}, "several forms, completion and label"),
         ({"text": "a"}, {}, {"system_prompt": "S"}, "--system-prompt has no effect on .*, which is text"),
         ({"messages": [ASK]}, {}, {"metadata_key": "no"}, "--metadata-key has no effect on .* of the form messages"),
-        ({"text": "a"}, {"format": "label"}, {}, "--input-key 'prompt' is not a column"),
-        ({"text": "a"}, {"format": "alpaca"}, {}, "--sft-format alpaca needs the column instruction, .*it has text"),
-        ({"text": "a"}, {"format": "text"}, {"input_key": "body"}, "--sft-format text needs the column body"),
-        ({"text": "a"}, {"format": "text"}, {"label_key": "b"}, "--label-key has no effect with --sft-format text"),
-        ({"text": "a"}, {"format": "alpaca"}, {"input_key": "text"}, "--input-key has no effect with --sft-format alp"),
         ({"text": "a"}, {"loss_on": "last"}, {}, "--sft-loss-on last has no effect on .*, which is text"),
         ({"query": "a", "answer": "b"}, {}, {"input_key": "query"}, "--label-key 'label' is not a column"),
     ],
 )
-def test_an_unknown_or_ambiguous_form_is_one_line(values, sft, data, message) -> None:
+def test_an_unknown_form_is_one_line(values, sft, data, message) -> None:
     with pytest.raises((DataError, ConfigError), match=message) as error:
         rows_of(values, SftConfig(**sft), **data)
     assert "\n" not in str(error.value)
@@ -191,10 +182,3 @@ def test_cells_of_csv_files_are_their_text(folder: bool, tmp_path: Path) -> None
     assert labels[:5] == cells[:5]
     assert labels[5] == Conversation([{"role": "user", "content": "5"}, ANSWER], first=1)
     assert labels[6] == "[INST]"
-
-
-def test_a_form_is_refused_with_images() -> None:
-    with pytest.raises(ConfigError, match="--sft-format text has no effect with --image-key"):
-        as_rows(
-            [{"text": "a", "image": []}], DataConfig(prompt_data="x"), image_key="image", sft=SftConfig(format="text")
-        )

@@ -60,7 +60,7 @@ def shown(sample: Sample) -> str:
 def sample_of(
     values: dict[str, Any], template: str = CHAT_TEMPLATE, *, limits: dict[str, int] | None = None, **options: Any
 ) -> Sample:
-    sft = SftConfig(**{name: options.pop(name) for name in ("format", "loss_on") if name in options})
+    sft = SftConfig(**{name: options.pop(name) for name in ("loss_on",) if name in options})
     data, tokenizer = DataConfig(**{"prompt_data": "x", **options}), tiny_tokenizer()
     tokenizer.chat_template = template
     builder = SampleBuilder(tokenizer, data, sft.loss_on, **{"max_prompt_len": 10**6, **(limits or {})})

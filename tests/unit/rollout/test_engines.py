@@ -24,7 +24,7 @@ def build_fake(config: Config, *, checkpoint: Path, device: torch.device) -> Fak
 
 
 def build(config, **parts):
-    return engine_factory(config.rollout.engine, device_type=CPU.type)(config, **parts)
+    return engine_factory(config.rollout.engine)(config, **parts)
 
 
 def config_with(engine: str) -> Config:
@@ -32,13 +32,12 @@ def config_with(engine: str) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
-def test_auto_and_hf_build_the_embedded_engine(tmp_path):
+def test_hf_builds_the_embedded_engine(tmp_path):
     save_tiny_checkpoint(tmp_path)
-    for name in ["auto", "hf"]:
-        engine = build(config_with(name), checkpoint=tmp_path, device=CPU)
-        assert isinstance(engine, HFEngine)
-        assert engine.max_batch_tokens == config_with(name).rollout.max_batch_tokens
-        assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
+    engine = build(config_with("hf"), checkpoint=tmp_path, device=CPU)
+    assert isinstance(engine, HFEngine)
+    assert engine.max_batch_tokens == config_with("hf").rollout.max_batch_tokens
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
 
 
 def test_auto_takes_only_what_is_built(caplog):
@@ -66,7 +65,7 @@ def test_an_unknown_engine_is_refused_in_one_line(name, message):
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_an_engine_that_is_not_installed_is_refused_before_anything_is_built():
     with pytest.raises(ConfigError, match=r"--rollout-engine vllm: vLLM is not installed here: pip install .*, or use"):
-        engine_factory("vllm", device_type="cpu")
+        engine_factory("vllm")
 
 
 def test_an_engine_can_be_named_by_its_path_or_plugged_in(monkeypatch):

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdptrain.config import Config
-from fsdptrain.trainer.components import without_thinking
+from fsdptrain.config import Config, load_recipe, to_yaml
 from fsdptrain.trainer.data import build_data
+from fsdptrain.trainer.resolve import resolve
 from fsdptrain.trainer.samples.background import open_background
+from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from tests.e2e.engines import InFlight
 from tests.testing import tiny_tokenizer
 
@@ -61,12 +62,39 @@ def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
 
 def test_thinking_mode_is_off_for_the_default_data_only(caplog):
     tokenizer = tiny_tokenizer()
-    plain = Config(hf_checkpoint="x")
-    assert without_thinking(plain, tokenizer) == plain  # its template has no such mode
+    plain = Config(hf_checkpoint="x", rollout_engine="hf")
+    assert resolve(plain, tokenizer, None) == plain  # its template has no such mode
     tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
     with caplog.at_level("INFO", logger="fsdptrain"):
-        assert without_thinking(plain, tokenizer).data.chat_template_kwargs == {"enable_thinking": False}
+        resolved = resolve(plain, tokenizer, None)
+    assert resolved.data.chat_template_kwargs == {"enable_thinking": False}
     assert "--chat-template-kwargs enable_thinking=true turns it on" in caplog.text
     for values in ({"prompt_data": "x.jsonl"}, {"chat_template_kwargs": {"enable_thinking": True}}):
-        other = Config(hf_checkpoint="x", **values)
-        assert without_thinking(other, tokenizer) == other
+        other = Config(hf_checkpoint="x", rollout_engine="hf", **values)
+        assert resolve(other, tokenizer, None) == other
+
+
+def calculate(expression: str) -> str:
+    """Calculate.
+
+    Args:
+        expression: of numbers
+    """
+    return expression
+
+
+def test_what_is_resolved_can_be_written_read_and_resolved_again(tmp_path, monkeypatch, caplog):
+    """The engine, without the options that only others read; the environment's instructions and tools."""
+    monkeypatch.setattr("fsdptrain.platform.device_type", lambda: "cpu")
+    tools = (calculate, {"type": "function", "function": {"name": "other", "parameters": {}}})
+    environment = LoadedEnvironment(Agent(None), finish=None, dataset=None, system_prompt="Use tools.", tools=tools)
+    config = Config(hf_checkpoint="x", environment="my:Own", rollout_engine_args={"max_num_seqs": 2})
+    resolved = resolve(config, tiny_tokenizer(), environment)
+    assert (resolved.rollout.engine, resolved.data.system_prompt) == ("hf", "Use tools.")
+    names = [tool["function"]["name"] for tool in resolved.data.chat_template_kwargs["tools"]]
+    assert names == ["calculate", "other"]
+    assert "--rollout-engine-args has no effect" in caplog.text
+    (tmp_path / "config.yaml").write_text(to_yaml(resolved))
+    read = load_recipe(tmp_path / "config.yaml")
+    assert read == resolved
+    assert resolve(read, tiny_tokenizer(), environment) == resolved

@@ -27,7 +27,7 @@ from tests.vllm.servers.conftest import PYTHON, weights_of
 
 def build(options: dict[str, Any]) -> VLLMServerEngine:
     config = Config(**options)
-    make = engine_factory(config.rollout.engine, device_type="cpu")
+    make = engine_factory(config.rollout.engine)
     return make(config, checkpoint=Path(config.model.hf_checkpoint), device=torch.device("cpu"))
 
 

@@ -1,0 +1,149 @@
+"""The commands beside training: `fsdptrain COMMAND ...`. Each takes its arguments and returns the exit code."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fsdptrain.checkpoints import EXPORT as EXPORT_FOLDER
+from fsdptrain.checkpoints import is_run, newest_checkpoint
+from fsdptrain.cli import is_rank_0, train
+from fsdptrain.config.flags import Option, asks_for_help, config_options, parse
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.rules import ExportChoice
+from fsdptrain.config.shipped import find_recipe, summaries
+from fsdptrain.errors import ConfigError
+
+EXPORT_EXAMPLE = "fsdptrain export runs/Qwen3-4B-grpo, or one of its checkpoints with --output my-model"
+EXPORT = {
+    "checkpoint": Option("--checkpoint", str | None, "Run, or one of its checkpoints: the first argument.", None),
+    "output": Option(
+        "--output", str | None, "Folder to write, which from_pretrained reads. Default: RUN/hf, of a run.", None
+    ),
+}
+EXPORT_USAGE = """\
+Write a training checkpoint as a Hugging Face folder.
+
+  fsdptrain export runs/Qwen3-4B-grpo             its newest checkpoint, to its hf/
+  fsdptrain export runs/x/checkpoints/step_00000050 --output my-model"""
+REPORT_USAGE = """\
+usage: fsdptrain report RUN_DIR [RUN_DIR ...]
+
+Print the first, the best and the last reward, held-out accuracy, length, share of
+groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
+write the page of `fsdptrain watch` with its data to RUN_DIR/report.html. The run may
+still go on. The page of several runs, in the first one's folder, compares them.
+
+  RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
+"""
+RECIPES_USAGE = """\
+usage: fsdptrain recipes [show NAME]
+
+List the included recipes with their hardware, or print one. A recipe is a file of
+options: fsdptrain --recipe NAME [more flags, which take precedence]
+"""
+
+
+def demo(argv: Sequence[str]) -> int:
+    from fsdptrain.tools.demo import demo as quickstart
+
+    if asks_for_help(argv):
+        return _print_options("fsdptrain demo", quickstart.USAGE, quickstart.OPTIONS)
+    return quickstart.demo(argv)
+
+
+def recipes(argv: Sequence[str]) -> int:
+    if asks_for_help(argv):
+        sys.stdout.write(RECIPES_USAGE)
+    elif not argv:
+        rows = [(found.name, found.hardware, found.about) for found in summaries()]
+        first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+        sys.stdout.writelines(f"{name:<{first}}  {hardware:<{second}}  {about}\n" for name, hardware, about in rows)
+    elif argv[0] == "show" and len(argv) == 2:
+        sys.stdout.write(find_recipe(argv[1], what="recipes show").read_text())
+    else:
+        raise ConfigError(f"recipes {' '.join(argv)}: it is fsdptrain recipes, or fsdptrain recipes show NAME")
+    return 0
+
+
+def inspect(argv: Sequence[str]) -> int:
+    from fsdptrain.tools.inspect import command
+
+    return command.inspect(argv)
+
+
+def plan(argv: Sequence[str]) -> int:
+    from fsdptrain.tools.plan import command
+
+    return command.plan(argv)
+
+
+def export(argv: Sequence[str]) -> int:
+    options = EXPORT | {
+        flat: option for flat, option in config_options().items() if all_keys()[flat].is_marked(ExportChoice)
+    }
+    if asks_for_help(argv):
+        return _print_options("fsdptrain export [RUN | CHECKPOINT]", EXPORT_USAGE, options)
+    if argv and not argv[0].startswith("-"):  # fsdptrain export runs/x
+        argv = [EXPORT["checkpoint"].flag, *argv]
+    values = parse(argv, options)
+    if not values.get("checkpoint"):
+        raise ConfigError(f"--checkpoint is missing, e.g. {EXPORT_EXAMPLE}")
+    checkpoint, output = Path(values.pop("checkpoint")), values.pop("output", None)
+    if not checkpoint.exists():
+        raise ConfigError(f"--checkpoint {checkpoint} does not exist: it is a run, or one of its checkpoints")
+    if is_run(checkpoint):
+        output = output or str(checkpoint / EXPORT_FOLDER)
+        checkpoint = newest_checkpoint(checkpoint)
+    if not output:
+        raise ConfigError(f"--output is missing, e.g. {EXPORT_EXAMPLE}")
+    from fsdptrain.trainer import export_checkpoint  # lazy: imports torch
+
+    export_checkpoint(checkpoint, Path(output), **values)
+    if is_rank_0():
+        sys.stdout.write(f"the model of {checkpoint} is written to {output}\n")
+    return 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    from fsdptrain.tools.evaluate import CHECKPOINT, USAGE, run_arguments, table
+
+    if asks_for_help(argv):
+        return _print_options("fsdptrain eval [RUN | MODEL]", USAGE, {"checkpoint": CHECKPOINT})
+    arguments, output = run_arguments(argv)
+    code = train(arguments)
+    if code == 0 and is_rank_0() and "--dry-run" not in arguments:
+        sys.stdout.write(f"{table(output)}each sample: {output / 'samples.jsonl'}\n")
+    return code
+
+
+def report(argv: Sequence[str]) -> int:
+    if asks_for_help(argv):
+        sys.stdout.write(REPORT_USAGE)
+        return 0
+    from fsdptrain.tools.watch.command import report as report_runs  # lazy: imports rich
+
+    return report_runs(argv)
+
+
+def watch(argv: Sequence[str]) -> int:
+    from fsdptrain.tools.watch import command
+
+    return command.watch(argv)
+
+
+def _print_options(prog: str, description: str, options: Mapping[str, Option]) -> int:
+    from fsdptrain.help_text import print_options
+
+    return print_options(prog, description, options)
+
+
+FUNCTIONS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": demo,
+    "recipes": recipes,
+    "inspect": inspect,
+    "plan": plan,
+    "export": export,
+    "report": report,
+    "eval": evaluate,
+    "watch": watch,
+}

@@ -1,0 +1,83 @@
+"""Objects that `Trainer` gets in place of names, and the configuration that names them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdptrain import registry
+from fsdptrain.config import Config, DataConfig
+from fsdptrain.config.keys import all_keys
+from fsdptrain.errors import ConfigError
+
+_ARGUMENTS = {"advantage_estimator": "advantage", "rollout_engine": "engine"}  # of `Trainer`, by option
+
+
+def named_objects(*, environment: Any, loss: Any, advantage: Any, engine: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the objects by the option that they replace."""
+    objects = {
+        "environment": _constructor(environment, ("reset", "step")),
+        "loss": loss,
+        "advantage_estimator": advantage,
+        "rollout_engine": _constructor(engine, ("generate", "update_weights")),
+        "optimizer": optimizer,
+    }
+    return {flat: instance for flat, instance in objects.items() if instance is not None}
+
+
+def with_data(config: Config, dataset: Any, eval_dataset: Any) -> Config:
+    """Return `config` for rows from Python in place of --prompt-data and --eval-prompt-data."""
+    config = config if dataset is None else _with_rows(config)
+    return config if eval_dataset is None else _with_evaluation_rows(config)
+
+
+def _constructor(given: Any, methods: Sequence[str]) -> Any:
+    """Return a function that returns `given`, if it is an instance with these methods and not a class or function."""
+    is_instance = not isinstance(given, type) and all(hasattr(given, name) for name in methods)
+    return _Returning(given) if given is not None and is_instance else given
+
+
+class _Returning:
+    """Function of any arguments that returns one object."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+        self.__module__, self.__qualname__ = type(found).__module__, type(found).__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        return self.found
+
+
+def config_naming(config: Config, given: Mapping[str, Any]) -> Config:
+    """Return `config` with the paths of the `given` objects as values, checked again."""
+    if not given:
+        return config
+    for flat in given:
+        if config.is_set(flat):
+            argument = _ARGUMENTS.get(flat, flat)
+            flag = all_keys()[flat].flag
+            raise ConfigError(f"{flag} {config.value(flat)} and Trainer({argument}=...) are both given: choose one")
+    paths = {flat: registry.path_of(found) for flat, found in given.items()}
+    by_path = {path: given[flat] for flat, path in paths.items()}
+    for flat, path in paths.items():
+        if by_path[path] is not given[flat]:
+            raise ConfigError(f"Trainer(...) got two objects named {path}: give each a function with a name of its own")
+    values: dict[str, Any] = config.given_values | paths
+    return Config(**values)
+
+
+def _with_rows(config: Config) -> Config:
+    """Data from Python has no reasoning-gym task behind it, so neither its scorer nor its system prompt apply."""
+    if config.data.prompt_data != DataConfig().prompt_data:
+        raise ConfigError(f"--prompt-data {config.data.data_name} and Trainer(dataset=...) are both given: choose one")
+    if config.data.prompt_data_streaming:
+        raise ConfigError("--prompt-data-streaming has no effect on Trainer(dataset=...): remove it")
+    return config.model_copy(update={"data": config.data.source("dataset")})
+
+
+def _with_evaluation_rows(config: Config) -> Config:
+    if config.data.eval_prompt_data is not None:
+        given = f"--eval-prompt-data {config.data.eval_prompt_data} and Trainer(eval_dataset=...)"
+        raise ConfigError(f"{given} are both given: choose one")
+    if not config.evaluates:
+        raise ConfigError("Trainer(eval_dataset=...) has no effect: --eval-interval or --eval-size is 0")
+    return config.model_copy(update={"data": config.data.model_copy(update={"eval_prompt_data": "eval_dataset"})})

@@ -1,0 +1,97 @@
+"""What a checkpoint holds beside the weights: the progress of a run. Writing and resuming it."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from fsdptrain.config import Config
+from fsdptrain.data.stream import PromptSource
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.protocols import TrainBackend
+from fsdptrain.rank_variables import RUN_ID
+from fsdptrain.trainer.reporting import Reporter
+from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder
+from fsdptrain.types import Metrics
+
+if TYPE_CHECKING:
+    from fsdptrain.fsdp.shard_files import ShardWrite
+
+
+class Progress:
+    """How far a run is: `step` rollouts were trained on, which is also the version of the policy."""
+
+    def __init__(
+        self, config: Config, folder: RunFolder, *, backend: TrainBackend, stream: PromptSource, report: Reporter
+    ) -> None:
+        self.step = 0
+        self.saved: int | None = None  # step of the newest checkpoint
+        self.checkpoints = CheckpointFolder(
+            folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
+        )
+        self._num_updates = 0  # optimizer steps that were not skipped
+        self._config = config
+        self._backend = backend
+        self._stream = stream
+        self._report = report
+        self._resume(folder)
+
+    @property
+    def is_last(self) -> bool:
+        return self.step == self._config.run.num_rollout
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """After the first and the last step, and every --eval-interval; always in a run that only evaluates."""
+        run = self._config.run
+        on_interval = bool(run.eval_interval and self.step % run.eval_interval == 0)
+        return not run.num_rollout or self.step == 0 or self.is_last or on_interval
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        run = self._config.run
+        return self.is_last or bool(run.save_interval and self.step % run.save_interval == 0)
+
+    def count_updates(self, of_steps: list[Metrics]) -> None:
+        """Take the metrics of each optimizer step."""
+        self._num_updates += sum("optim/grad_norm" in values for values in of_steps)
+
+    def require_an_update(self) -> None:
+        """Raise NumericsError at the end of a run in which every optimizer step was skipped."""
+        skipped = self._report.last["optim/skipped_steps"]
+        if self.is_last and skipped and not self._num_updates:
+            raise NumericsError(
+                f"nothing was trained: gradients were not finite in all {skipped:.0f} optimizer steps; lower --lr or "
+                "--clip-grad, compute with --no-bf16, or check --loss"
+            )
+
+    def save(self) -> Path | None:
+        """Write a checkpoint. Returns its folder, unless it is written in the background. Collective."""
+        written = self.checkpoints.write(self.step, self._write)
+        self.saved = self.step
+        return written
+
+    def _write(self, directory: Path) -> "ShardWrite | None":
+        shards = self._backend.save(directory, self.step)
+        if dist.get_rank() == 0:
+            state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
+            state["num_updates"] = self._num_updates
+            if RUN_ID in os.environ:
+                state[RUN_ID] = os.environ[RUN_ID]
+            (directory / PROGRESS_FILE).write_text(json.dumps(state))
+        return shards
+
+    def _resume(self, folder: RunFolder) -> None:
+        checkpoint, progress = folder.checkpoint, folder.progress
+        if checkpoint is None or progress is None:
+            return
+        with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint}"):
+            if self._config.run.num_rollout:  # else the data may be other data
+                self._stream.load_state_dict(progress["stream"])
+            self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
+        self.step = self.saved = self._backend.load(checkpoint)
+        self._num_updates = progress.get("num_updates", 1)
