@@ -10,39 +10,29 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain import registry
 from fsdptrain.config import Config
-from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample, SamplingParams, Segment
+from fsdptrain.types import Metrics, PackedBatch, Sample
 
 if TYPE_CHECKING:
     from fsdptrain.data.packing.pack import PackPlan
     from fsdptrain.fsdp.mesh import Meshes
     from fsdptrain.model.probes.layout import LayoutProbe
     from fsdptrain.model.rows import Layout, Rows
-    from fsdptrain.protocols import ModelRole, PromptProcessor, RolloutEngine
+    from fsdptrain.protocols import ForwardRole, Loss, PromptProcessor, RolloutEngine
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
+ChangeWeight = Callable[[Tensor], Tensor]
 ForwardPass = Callable[[PackedBatch], Mapping[str, Tensor]]  # to the `outputs` of the features, without the head
 F = TypeVar("F", bound="Feature")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What features may change about how the model is built."""
-
-    stored_dtype: torch.dtype = torch.float32  # of parameters between steps
-    own_attention: bool = False  # only the attention of this package will do, not the kernels of flash-attn
-    runs_tower: bool = False  # every forward pass goes through the parts outside the language model too
-    trains_tower: bool = False  # these parts are trained too
 
 
 class RouteRecorder(Protocol):
@@ -63,20 +53,44 @@ class RouteRecorder(Protocol):
         ...
 
 
+class Packer(Protocol):
+    """Plans packs in place of the core."""
+
+    def plan(
+        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
+    ) -> "PackPlan | None":
+        """Another plan than the core's, or None. prompts: (key, length) of the prompt of each sample."""
+        ...
+
+    def finish(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
+        """A pack of `samples`, on the CPU, before it is pinned."""
+        ...
+
+
+class Adapter(Protocol):
+    """Parameters that are trained in place of those of the model."""
+
+    def identity(self) -> str:
+        """What a checkpoint must belong to, because its tensors do not say it."""
+        ...
+
+    def push(self, engine: "RolloutEngine", policy_version: int) -> bool:
+        """Send the adapter alone to the engine; False if the core shall send whole weights. Collective."""
+        ...
+
+    def export(self, target: Path, write_model: Callable[[Path], None]) -> None:
+        """Write the trained model to `target`. write_model: writes whole weights. Collective."""
+        ...
+
+
 class Feature:
     """A capability that attaches to the policy. The defaults do nothing."""
 
     cuts_parameters = False  # `transform_model` changes shapes, so the reference model needs it too
-    provides_reference = False  # the reference model is this one within `around_logprobs("reference")`
-
-    @classmethod
-    def check(cls, config: Config) -> None:
-        """Refuse what the model's config.json does not allow, before any other file is looked for. Collective."""
-        del config
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "Feature":
-        """Create the feature for a run, before any weights are loaded. Collective.
+        """Create the feature for a run, before data, rewards and weights are loaded. Collective.
 
         Raises ConfigError on all ranks where the model cannot do what the options ask for.
         """
@@ -84,14 +98,11 @@ class Feature:
         return cls()
 
     @property
-    def lines(self) -> list[str]:
-        """What the feature did, for the log at start."""
-        return []
+    def prompt_processor(self) -> "PromptProcessor | None":
+        """What makes token ids of prompts that are more than text."""
+        return None
 
-    # Building the model
-
-    def build_options(self, options: BuildOptions) -> BuildOptions:
-        return options
+    # Weights
 
     def add_parameters(self, model: PreTrainedModel) -> None:
         """Add modules with parameters of their own to the model on the meta device."""
@@ -106,67 +117,49 @@ class Feature:
     def after_load(self, model: PreTrainedModel) -> None:
         """The sharded model has its weights."""
 
-    def allows(self, layout: "Layout", attention: str) -> bool:
-        """Whether a layout with this attention implementation is a candidate."""
-        del layout, attention
-        return True
+    def verify(self, model: PreTrainedModel, probe: "LayoutProbe", vocab_size: int) -> None:
+        """The layout is chosen: compare what the feature computes with the stock model, and refuse what differs."""
 
-    def probe_segments(self, vocab_size: int) -> Sequence[Segment]:
-        """Three more sequences for which the layout must be exact; the third has the lengths of the first."""
-        del vocab_size
-        return ()
+    def export_weight(self, name: str) -> ChangeWeight | None:
+        """What makes the float32 weight that is exported under the stock name `name`. None: the parameter is exported.
 
-    def after_probe(self, model: PreTrainedModel, probe: "LayoutProbe", vocab_size: int) -> None:
-        """The layout is chosen."""
-
-    def check_gradients(self, model: PreTrainedModel) -> None:
-        """The model has the gradients of a few random tokens, the same on every rank that shares a pack."""
-
-    # Data
+        It takes the parameter, or what the feature before has returned, and returns a tensor that is sharded alike.
+        """
+        del name
+        return None
 
     @property
-    def prompt_processor(self) -> "PromptProcessor | None":
-        """What makes token ids of prompts that are more than text."""
+    def adapter(self) -> Adapter | None:
+        """What is trained in place of the weights of the model."""
         return None
 
-    def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """The sampling parameters of training rollouts."""
-        return sampling
+    # Forward passes
 
-    def check_samples(self, samples: Sequence[Sample]) -> None:
-        """Raise RolloutError for samples that cannot be trained on. Not collective."""
-
-    def plan_packs(
-        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
-    ) -> "PackPlan | None":
-        """Another plan than the core's. prompts: (key, length) of the prompt of each sample."""
-        del lengths, prompts, num_ranks, max_tokens
+    @property
+    def packer(self) -> Packer | None:
+        """What plans packs in place of the core. Read after the layout is chosen."""
         return None
-
-    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
-        """A pack of `samples`, on the CPU, before it is pinned."""
-        del samples, plan
-        return batch
-
-    # The forward pass
 
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
         """Another arrangement of the pack than the core's. attention: the implementation that the model has."""
         del batch, layout, attention
         return None
 
-    def model_inputs(self, batch: PackedBatch, rows: "Rows") -> Mapping[str, Any]:
-        """More keyword arguments for the base model. Runs inside the root's forward."""
-        del batch, rows
-        return {}
+    def forward(
+        self, batch: PackedBatch, rows: "Rows", role: "ForwardRole", inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Around the call of the base model and the head, inside the root's forward.
 
-    def around_forward(self, batch: PackedBatch, rows: "Rows") -> AbstractContextManager[None]:
-        """Around the call of the base model."""
-        del batch, rows
+        role: what the logprobs are for. inputs: the keyword arguments of the base model, to add to before entering.
+        """
+        del batch, rows, role, inputs
         return nullcontext()
 
     def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
-        """More results of a forward pass, by name, from the base model's `output`; they end in `LogProbs.extras`."""
+        """More results of a forward pass, by name, from the base model's `output`; they end in `LogProbs.extras`.
+
+        Those of scoring by the policy, [T, ...] and exact in float32, also end in `PackedBatch.extras`, for training.
+        """
         del batch, rows, output
         return {}
 
@@ -174,98 +167,31 @@ class Feature:
         """What computes logprobs from hidden states and the head's weight."""
         return stock
 
-    # Scoring
-
-    @property
-    def carried_fields(self) -> tuple[str, ...]:
-        """Fields of PackedBatch [T, ...] that `after_logprobs` fills."""
-        return ()
-
-    def around_logprobs(self, role: "ModelRole") -> AbstractContextManager[None]:
-        """Around all forward passes without gradient that compute the logprobs of `role`."""
-        del role
-        return nullcontext()
-
-    def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        """`batch` with what scoring by the policy has found, on the CPU."""
-        del logprobs
-        return batch
-
-    def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """The packs of a rollout, on the CPU, before its first update; old and reference logprobs are in them."""
-        return list(packs)
-
-    # The optimizer step
-
-    def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        """The pack as the loss reads it, on the device. logprobs: of the current policy."""
-        del logprobs
-        return batch
-
-    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
-        """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
-
-    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        """The loss of one pack, on the device.
-
-        If it adds a gradient to samples with advantage 0, `Section.trains_zero_advantage` must say so.
-        """
-        del batch, logprobs
-        return output
-
-    def after_step(self, *, updated: bool) -> Metrics:
-        """updated: the gradients are finite, so the optimizer will step."""
-        del updated
-        return {}
-
-    # Weights
-
-    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The float32 weight to export under the stock name `name`, sharded as `tensor`, in place of it.
-
-        tensor: the parameter, or what the feature before has returned.
-        """
-        del name, tensor
-        return None
-
-    def changes_weight(self, name: str) -> bool:
-        """Whether `full_precision_weight` returns a tensor for `name`."""
-        del name
-        return False
-
-    def checkpoint_identity(self) -> str | None:
-        """What a checkpoint must belong to, where its tensors do not say it."""
-        return None
-
-    def push_weights(self, engine: "RolloutEngine", policy_version: int) -> bool:
-        """Send something else than whole weights to the engine; False where the core shall send those."""
-        del engine, policy_version
-        return False
-
-    def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
-        """Write the trained model to `target` in a form of the feature's own; False where the core shall write it."""
-        del target, write_model
-        return False
-
-    # The embedded engine
-
-    def generation_inputs(
-        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
-    ) -> Mapping[str, Tensor]:
-        """More arguments for the forward pass over prompts [N, P], which stand at the right of their rows."""
-        del model, prompts, ids, mask, positions
-        return {}
-
     def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
         """Record the experts that the engine's model chooses: (lengths of prompts, prompt of each row) -> recorder."""
         del model
         return None
 
+    # Steps
 
-def check_features(config: Config) -> None:
-    """Refuse what the model's config.json does not allow the features. Collective."""
-    for entry in _enabled(config):
-        entry.check(config)
+    def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """The packs of a rollout, on the CPU, before its first update; old and reference logprobs are in them."""
+        return list(packs)
+
+    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
+        """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
+
+    def loss_function(self, stock: "Loss") -> "Loss":
+        """What computes the loss of one pack, on the device. stock: the loss of the run, or of the features before.
+
+        If it adds a gradient to samples with advantage 0, `Section.trains_zero_advantage` must say so.
+        """
+        return stock
+
+    def after_step(self, *, updated: bool) -> Metrics:
+        """updated: the gradients are finite, so the optimizer will step."""
+        del updated
+        return {}
 
 
 def load_features(config: Config, checkpoint: Path) -> "Features":
@@ -287,8 +213,8 @@ def _enabled(config: Config) -> list[Any]:
 class Features:
     """The features of a run, in order. Each method combines what the hooks of the same name return.
 
-    There are five ways to combine: chain (each hook changes the result of the one before), first (the first that is not
-    None), update (a merged mapping), enter (all contexts) and any.
+    There are four ways to combine: chain (each hook changes the result of the one before), first (the first that is not
+    None), update (a merged mapping) and enter (all contexts).
     """
 
     def __init__(self, members: Sequence[Feature] = ()) -> None:
@@ -302,52 +228,27 @@ class Features:
         return next((member for member in self.members if isinstance(member, kind)), None)
 
     @property
-    def lines(self) -> list[str]:
-        return [line for member in self.members for line in member.lines]
-
-    @property
-    def provides_reference(self) -> bool:
-        return any(member.provides_reference for member in self.members)
-
-    @property
-    def carried_fields(self) -> tuple[str, ...]:
-        return tuple(name for member in self.members for name in member.carried_fields)
-
-    @property
     def prompt_processor(self) -> "PromptProcessor | None":
         return next((x for x in (member.prompt_processor for member in self.members) if x is not None), None)
 
-    def build_options(self) -> BuildOptions:
-        return self._chain("build_options", BuildOptions())
+    @property
+    def packer(self) -> Packer | None:
+        return next((x for x in (member.packer for member in self.members) if x is not None), None)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return next((x for x in (member.adapter for member in self.members) if x is not None), None)
 
     def without(self) -> AbstractContextManager[None]:
         return self._enter("without")
 
-    def allows(self, layout: "Layout", attention: str) -> bool:
-        return all(self._each("allows", layout, attention))
-
-    def probe_segments(self, vocab_size: int) -> list[Sequence[Segment]]:
-        return [segments for segments in self._each("probe_segments", vocab_size) if segments]
-
-    def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        return self._chain("sampling", sampling)
-
-    def plan_packs(
-        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
-    ) -> "PackPlan | None":
-        return self._first("plan_packs", lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
-
-    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
-        return self._chain("finish_pack", batch, samples, plan)
-
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
         return self._first("rows", batch, layout, attention)
 
-    def model_inputs(self, batch: PackedBatch, rows: "Rows") -> dict[str, Any]:
-        return self._update("model_inputs", batch, rows)
-
-    def around_forward(self, batch: PackedBatch, rows: "Rows") -> AbstractContextManager[None]:
-        return self._enter("around_forward", batch, rows)
+    def forward(
+        self, batch: PackedBatch, rows: "Rows", role: "ForwardRole", inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        return self._enter("forward", batch, rows, role, inputs)
 
     def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
         return self._update("outputs", batch, rows, output)
@@ -355,47 +256,20 @@ class Features:
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
         return self._chain("logprobs_function", stock)
 
-    def around_logprobs(self, role: "ModelRole") -> AbstractContextManager[None]:
-        return self._enter("around_logprobs", role)
-
-    def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        return self._chain("after_logprobs", batch, logprobs)
-
     def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
         return self._chain("score_packs", list(packs))
 
-    def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        return self._chain("before_loss", batch, logprobs)
-
-    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        return self._chain("finish_loss", output, batch, logprobs)
+    def loss_function(self, stock: "Loss") -> "Loss":
+        return self._chain("loss_function", stock)
 
     def after_step(self, *, updated: bool) -> Metrics:
         return self._update("after_step", updated=updated)
 
-    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        found: Tensor | None = None
-        for member in self.members:  # an adapter is merged into the weight that another feature has dequantized
-            changed = member.full_precision_weight(name, tensor if found is None else found)
-            found = found if changed is None else changed
-        return found
-
-    def changes_weight(self, name: str) -> bool:
-        return any(self._each("changes_weight", name))
-
-    def checkpoint_identity(self) -> str | None:
-        return "; ".join(filter(None, self._each("checkpoint_identity"))) or None
-
-    def push_weights(self, engine: "RolloutEngine", policy_version: int) -> bool:
-        return any(self._each("push_weights", engine, policy_version))
-
-    def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
-        return any(self._each("export", target, write_model))
-
-    def generation_inputs(
-        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
-    ) -> dict[str, Tensor]:
-        return self._update("generation_inputs", model, prompts, ids, mask, positions)
+    def export_weight(self, name: str) -> ChangeWeight | None:
+        changes = [change for change in self._each("export_weight", name) if change is not None]
+        if not changes:
+            return None
+        return lambda tensor: reduce(lambda x, change: change(x), changes, tensor)  # dequantized, then merged
 
     def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
         return self._first("route_recorder", model)

@@ -28,12 +28,14 @@ from fsdptrain.types import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from fsdptrain.feature import Features
     from fsdptrain.fsdp.shard_files import ShardWrite
 
 Naming = Literal["hub", "module"]
 ModelRole = Literal["policy", "reference"]
+ForwardRole = Literal["train", "policy", "reference"]  # what logprobs are for: a loss, or scores of the policy, ...
 
 
 class RolloutEngine(Protocol):
@@ -174,7 +176,7 @@ class OffloadingBackend(TrainBackend, Protocol):
 
 
 class PromptProcessor(Protocol):
-    """Tokenizer of prompts that contain images."""
+    """Tokenizer of prompts that contain images, and what models need to read them."""
 
     image_key: str  # column of the images
 
@@ -185,6 +187,16 @@ class PromptProcessor(Protocol):
 
     def read(self, text: str, images: Sequence[Any]) -> Segment:
         """Tokenize `text` with its `images`. Raises ValueError if the number of image placeholders differs."""
+        ...
+
+    def probe_segments(self, vocab_size: int) -> Sequence[Segment]:
+        """Return three sequences for which the layout must be exact; the third has the lengths of the first."""
+        ...
+
+    def generation_inputs(
+        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
+    ) -> dict[str, Tensor]:
+        """Return more arguments for the forward pass over prompts [N, P], which stand at the right of their rows."""
         ...
 
 

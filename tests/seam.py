@@ -1,7 +1,6 @@
 """Small models with the forward pass of the policy and with features, without a configuration."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -65,8 +64,7 @@ def install_replay(model: PreTrainedModel, *, chunk_size: int = 64, more: Sequen
 
 
 def routed_logprobs(
-    moe: MoEFeature, model: PreTrainedModel, batch: PackedBatch, *, with_routes: bool = False, **options: Any
+    model: PreTrainedModel, batch: PackedBatch, *, with_routes: bool = False, **options: Any
 ) -> LogProbs:
     """`policy_logprobs`; with_routes: the experts that were chosen are in `extras["routes"]`."""
-    with moe.around_logprobs("policy") if with_routes else nullcontext():
-        return policy_logprobs(model, batch, **options)
+    return policy_logprobs(model, batch, role="policy" if with_routes else "train", **options)

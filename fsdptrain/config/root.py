@@ -203,9 +203,14 @@ class Config(BaseModel):
         return any(section.needs_own_attention for section in self.sections)
 
     @property
+    def stored_dtype_name(self) -> str:
+        """Dtype of parameters between steps, if it holds the values of the compute dtype."""
+        return self.compute_dtype_name if any(section.freezes_weights for section in self.sections) else "float32"
+
+    @property
     def stores_reference(self) -> bool:
         """Whether there is a reference model with weights of its own."""
-        provided = any(section.provides_reference for section in self.sections) and self.ref.load is None
+        provided = any(section.freezes_weights for section in self.sections) and self.ref.load is None
         return self.needs_reference and not provided
 
     @property

@@ -62,8 +62,18 @@ class Section(BaseModel):
         return False
 
     @property
-    def provides_reference(self) -> bool:
-        """Whether the reference model needs no weights of its own."""
+    def freezes_weights(self) -> bool:
+        """Whether the checkpoint's weights are frozen: they are the reference, and stored in the compute dtype."""
+        return False
+
+    @property
+    def runs_tower(self) -> bool:
+        """Whether every forward pass goes through the parts outside of the language model too."""
+        return False
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether these parts are trained too."""
         return False
 
     @property
@@ -74,6 +84,16 @@ class Section(BaseModel):
     @property
     def needs_embedded_engine(self) -> bool:
         """Whether --rollout-engine auto means the embedded engine, because vLLM cannot serve its options."""
+        return False
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether training rollouts must record the experts that each token was routed to."""
+        return False
+
+    @property
+    def needs_policy_scores(self) -> bool:
+        """Whether the policy must score every pack before the first update, because training reads what it records."""
         return False
 
     @property

@@ -37,16 +37,10 @@ class Entry:
     target: str  # folder:class
     enabled: Callable[[Config], bool]
 
-    def check(self, config: Config) -> None:
-        self._class().check(config)
-
     def create(self, config: Config, checkpoint: Path) -> "Feature":
-        return self._class().create(config, checkpoint)
-
-    def _class(self) -> "type[Feature]":
         folder, _, name = self.target.partition(":")
-        module = importlib.import_module(f"fsdptrain.features.{folder}.feature")
-        return getattr(module, name)
+        kind: type[Feature] = getattr(importlib.import_module(f"fsdptrain.features.{folder}.feature"), name)
+        return kind.create(config, checkpoint)
 
 
 def _shares_prefixes(config: Config) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from fsdptrain.model.probes.kernels import Kernel, kernels
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
 from fsdptrain.model.structure import reshard
 from fsdptrain.model.truncation import Truncation
-from fsdptrain.protocols import Loss, ModelRole, Naming, RolloutEngine
+from fsdptrain.protocols import ForwardRole, Loss, ModelRole, Naming, RolloutEngine
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class FSDPBackend:
 
     @property
     def lines(self) -> list[str]:
-        """Log lines about the layout and the features."""
-        return [self.layout_probe.line, *self.features.lines]
+        """Log lines about the layout."""
+        return [self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         """Return the kernels that compute the parts of the model."""
@@ -118,7 +118,7 @@ class FSDPBackend:
         """
         assert self._stash is None, "onload comes before score"
         with torch.no_grad(), evaluating(self._model), self._weights_of(model):
-            found = [self._logprobs(batch.to(self.device), with_entropy=False) for batch in batches]
+            found = [self._logprobs(batch.to(self.device), role=model) for batch in batches]
             return [LogProbs(x.values.cpu(), extras={name: y.cpu() for name, y in x.extras.items()}) for x in found]
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
@@ -136,13 +136,11 @@ class FSDPBackend:
         self._optimizer.zero_grad()
         for feature in self.features:
             feature.before_step(self._model, batches, self._without_head)
+        loss = self.features.loss_function(loss)
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for batch in batches:
             moved = batch.to(self.device)
-            logprobs = self._logprobs(moved, with_entropy=True)
-            moved = self.features.before_loss(moved, logprobs)
-            output = loss(moved, logprobs.for_loss(config), config)
-            output = self.features.finish_loss(output, moved, logprobs)
+            output = loss(moved, self._logprobs(moved, with_entropy=True).for_loss(config), config)
             self._optimizer.scale(output.loss).backward()
             if self._collects_gradients and len(batches) > 1:
                 self._optimizer.collect_gradients()
@@ -170,15 +168,17 @@ class FSDPBackend:
         return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, features=self.features)
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        """Push weights to `engine` through a feature. Returns False if no feature does this; nothing is sent then."""
+        """Push an adapter alone to `engine`. Returns False if whole weights shall be sent; nothing is sent then."""
         assert self._stash is None, "onload comes before push_weights"
-        return self.features.push_weights(engine, policy_version)
+        return self.features.adapter is not None and self.features.adapter.push(engine, policy_version)
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of its source checkpoint."""
         assert self._stash is None, "onload comes before export"
-        if not self.features.export(target, self._export_model):
+        if self.features.adapter is None:
             self._export_model(target)
+        else:
+            self.features.adapter.export(target, self._export_model)
 
     def _export_model(self, target: Path) -> None:
         from fsdptrain.fsdp.export import export_hf
@@ -224,7 +224,7 @@ class FSDPBackend:
             self._model,
             self._optimizer,
             step=step,
-            adapter=self.features.checkpoint_identity(),
+            adapter=self._adapter_identity,
             reference=self._bank.tensors(self._model) if self._reference_moved else None,
             stager=self._stager,
         )
@@ -238,10 +238,14 @@ class FSDPBackend:
             directory,
             self._model,
             self._optimizer,
-            adapter=self.features.checkpoint_identity(),
+            adapter=self._adapter_identity,
             reference=None if self._reference is None else self._reference.tensors(self._model),
         )
         return step
+
+    @property
+    def _adapter_identity(self) -> str | None:
+        return None if self.features.adapter is None else self.features.adapter.identity()
 
     @property
     def _bank(self) -> "ReferenceBank":
@@ -251,20 +255,21 @@ class FSDPBackend:
     @contextmanager
     def _weights_of(self, role: ModelRole) -> Iterator[None]:
         """Run the model as `role` within the context."""
-        with ExitStack() as stack:
-            stack.enter_context(self.features.around_logprobs(role))
-            if role == "reference" and self._reference is not None:
-                stack.enter_context(self._reference.swapped_into(self._model))
-            assert role == "policy" or self._reference or self.features.provides_reference, "no KL term, no reference"
+        if role == "policy":
+            yield
+            return
+        assert self._config.needs_reference, "no KL term, no reference"
+        with nullcontext() if self._reference is None else self._reference.swapped_into(self._model):
             yield
 
-    def _logprobs(self, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
+    def _logprobs(self, batch: PackedBatch, *, role: ForwardRole = "train", with_entropy: bool = False) -> LogProbs:
         return policy_logprobs(
             self._model,
             batch,
             layout=self.layout_probe.layout,
             temperature=self._config.scoring_temperature,
             truncation=Truncation.of(self._config.rollout),
+            role=role,
             with_entropy=with_entropy,
         )
 
@@ -287,14 +292,10 @@ class FSDPBackend:
             features=self.features,
         )
         for feature in self.features:
-            feature.after_probe(self._model, probe, vocab_size)
+            feature.verify(self._model, probe, vocab_size)
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
-        check_backward(self._model, vocab_size=vocab_size, layout=probe.layout, look=self._check_gradients)
+        check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
         return probe
-
-    def _check_gradients(self) -> None:
-        for feature in self.features:
-            feature.check_gradients(self._model)
 
     def _has_room_for_gradients(self) -> bool:
         """Return whether gradients of a pack and their sum take at most half of the memory that is free on the host.

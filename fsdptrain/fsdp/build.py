@@ -31,18 +31,17 @@ def load_model(
     """Build, shard and load the model of `path`. Its forward computes the logprobs of packs. Collective.
 
     Args:
-        stored_dtype: dtype of the parameters between steps, overriding that of the features.
+        stored_dtype: dtype of the parameters between steps, overriding that of the configuration.
         before_load: called with the whole model on meta, before it is split and allocated.
     """
-    options = features.build_options()
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
-    stored = torch.promote_types(stored_dtype or options.stored_dtype, compute_dtype)
+    stored = torch.promote_types(stored_dtype or getattr(torch, config.stored_dtype_name), compute_dtype)
     attention = resolve_attention(
-        config.model.attn_implementation, platform.device_type(), needs_package_attention=options.own_attention
+        config.model.attn_implementation, platform.device_type(), needs_package_attention=config.needs_own_attention
     )
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
     check_longest(model.config, config.longest_sequence)
-    if not options.trains_tower:
+    if not any(section.trains_tower for section in config.sections):
         freeze_vision(model)
     for feature in features:
         feature.add_parameters(model)
@@ -59,7 +58,7 @@ def load_model(
         compute_dtype=compute_dtype,
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
-        runs_tower=options.runs_tower,
+        runs_tower=any(section.runs_tower for section in config.sections),
         expert_shards=meshes.expert_shards,
     )
     with features.without():

@@ -45,19 +45,16 @@ def stream_hub_names(
             return revert_weight_conversion(model, gathered)
 
     for unit in units:
+        changes = {name: features.export_weight(name) for name in unit}
         sliced = {
             name: tensor
             for name, tensor in unit.items()
-            if in_slices(name, tensor, conversions, most_bytes=slice_bytes) and not features.changes_weight(name)
+            if in_slices(name, tensor, conversions, most_bytes=slice_bytes) and changes[name] is None
         }
         for name, tensor in sliced.items():
             full = partial(full_tensor, dtype=dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
             yield from expert_slices(name, tensor, most_bytes=slice_bytes, full=full, convert=hub)
-        whole = {
-            name: full_weight(tensor, dtype, features.full_precision_weight(name, tensor))
-            for name, tensor in unit.items()
-            if name not in sliced
-        }
+        whole = {name: full_weight(tensor, dtype, changes[name]) for name, tensor in unit.items() if name not in sliced}
         yield from hub(whole).items()
 
 

@@ -95,11 +95,10 @@ class ReferenceBank:
 def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBank:
     """Load the weights of --ref-load. The sharded model is freed before this returns. Collective."""
     assert config.ref.load is not None
-    stored = features.build_options().stored_dtype
     cutting = Features([feature for feature in features if feature.cuts_parameters])
     with named_in_errors("--ref-load"):
         path = resolve_checkpoint(config.ref.load)
-        loaded = load_model(config, path, meshes, features=cutting, stored_dtype=stored)
+        loaded = load_model(config, path, meshes, features=cutting)
         bank = ReferenceBank(loaded, dtype=_host_dtype(config))
     del loaded
     gc.collect()  # modules and FSDP hooks form reference cycles
@@ -109,12 +108,12 @@ def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBa
 def choose_bank(
     model: nn.Module, config: Config, features: Features, loaded: ReferenceBank | None
 ) -> ReferenceBank | None:
-    """Return `loaded`, or the weights of `model` if a feature does not provide the reference.
+    """Return `loaded`, or the weights of `model` if the reference has weights of its own.
 
     Raises CheckpointError if `loaded` has other shapes than `model`.
     """
     if loaded is None:
-        return None if features.provides_reference else ReferenceBank(model, dtype=_host_dtype(config))
+        return ReferenceBank(model, dtype=_host_dtype(config)) if config.stores_reference else None
     with features.without():
         own = fingerprint(model)
     if loaded.fingerprint != own:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
-from fsdptrain.feature import NO_FEATURES, Features
+from fsdptrain.feature import NO_FEATURES, ChangeWeight, Features
 from fsdptrain.fsdp.shards import model_tensors
 from fsdptrain.model.loading.materialize import moved
 from fsdptrain.model.structure import repeated_layers, reshard
@@ -47,7 +47,7 @@ def stream_weights(
         return
     for unit in units:
         for name, tensor in unit.items():
-            yield name, full_weight(tensor, dtype, features.full_precision_weight(name, tensor))
+            yield name, full_weight(tensor, dtype, features.export_weight(name))
 
 
 def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
@@ -71,12 +71,12 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def full_weight(tensor: Tensor, dtype: torch.dtype, changed: Tensor | None = None) -> Tensor:
-    """Gather a parameter in `dtype`, or a buffer in its own. changed: the shard to gather in place of `tensor`."""
+def full_weight(tensor: Tensor, dtype: torch.dtype, change: ChangeWeight | None = None) -> Tensor:
+    """Gather a parameter in `dtype`, or a buffer in its own. change: makes the shard to gather in place of `tensor`."""
     dtype = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-    if changed is None:
+    if change is None:
         return full_tensor(tensor, dtype)
-    changed = changed.to(dtype)
+    changed = change(tensor).to(dtype)
     return changed.full_tensor() if isinstance(changed, DTensor) else changed
 
 

@@ -24,9 +24,10 @@ from fsdptrain.model.attention.masks import SkipMaskCreation
 from fsdptrain.model.attention.rope import refuse_both_sides, rope_switch
 from fsdptrain.model.logit_passes import HeadTransform
 from fsdptrain.model.logprobs import chunked_logprobs
-from fsdptrain.model.rows import Layout, core_rows
+from fsdptrain.model.rows import Layout, Rows, core_rows
 from fsdptrain.model.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import Images, LogProbs, PackedBatch, join_images, positions_of
 
 # Largest mean difference between the logprobs of two exact implementations. In half precision this is the rounding
@@ -87,6 +88,7 @@ class PolicyForward:
         layout: Layout,
         temperature: float = 1.0,
         truncation: Truncation = UNTRUNCATED,
+        role: ForwardRole = "train",
         with_entropy: bool = False,
         with_head: bool = True,
         stock_head: bool = False,
@@ -95,17 +97,31 @@ class PolicyForward:
             refuse_both_sides(batch, self._rope_switch)
         features, attention = self._features, str(self._model.config._attn_implementation)
         rows = features.rows(batch, layout, attention) or core_rows(batch, layout, attention)
-        inputs = rows.inputs(pad_token_id=self._pad_token_id) | features.model_inputs(batch, rows)
-        positions = rows.loss_positions
-        if stock_head:
-            logits = rows.gather(self._stock_forward(**inputs).logits.flatten(0, 1), positions)
-            return {"values": rows.to_pack(_stock_logprobs(logits, batch.labels[positions]), positions)}
-        kind = (attention, layout, *inputs)
-        with self._skip_mask_creation(kind), features.around_forward(batch, rows):
-            output = base_model(self._model)(**inputs)
-        found = features.outputs(batch, rows, output)
-        if not with_head:
+        inputs = rows.inputs(pad_token_id=self._pad_token_id)
+        with features.forward(batch, rows, role, inputs):
+            if stock_head:
+                logits = rows.gather(self._stock_forward(**inputs).logits.flatten(0, 1), rows.loss_positions)
+                values = _stock_logprobs(logits, batch.labels[rows.loss_positions])
+                return {"values": rows.to_pack(values, rows.loss_positions)}
+            with self._skip_mask_creation((attention, layout, *inputs)):
+                output = base_model(self._model)(**inputs)
+            found = features.outputs(batch, rows, output)
+            if with_head:
+                found |= self._head(batch, rows, output, temperature, truncation, with_entropy=with_entropy)
             return found
+
+    def _head(
+        self,
+        batch: PackedBatch,
+        rows: Rows,
+        output: Any,
+        temperature: float,
+        truncation: Truncation,
+        *,
+        with_entropy: bool,
+    ) -> dict[str, Tensor]:
+        """Return the logprobs of the labels [T], and the entropy, from the `output` of the base model."""
+        positions = rows.loss_positions
         head = dict(lm_head(self._model).named_parameters(recurse=False))
         values, entropy = self._logprobs(
             rows.gather(output.last_hidden_state.flatten(0, 1), positions),
@@ -118,7 +134,7 @@ class PolicyForward:
             truncation=truncation,
             with_entropy=with_entropy,
         )
-        found["values"] = rows.to_pack(values, positions)
+        found = {"values": rows.to_pack(values, positions)}
         if entropy is not None:
             found["entropy"] = rows.to_pack(entropy, positions)
         return found
@@ -155,6 +171,7 @@ def policy_logprobs(
     layout: Layout,
     temperature: float = 1.0,
     truncation: Truncation = UNTRUNCATED,
+    role: ForwardRole = "train",
     with_entropy: bool = False,
 ) -> LogProbs:
     """Compute the logprobs of the labels of `batch`, which is on the device. Collective if the model is sharded.
@@ -162,7 +179,8 @@ def policy_logprobs(
     The head runs only at `batch.loss_positions`. Elsewhere values and entropy are 0, without gradient. Temperature and
     truncation are those that the labels were sampled with.
     """
-    found = model(batch, layout=layout, temperature=temperature, truncation=truncation, with_entropy=with_entropy)
+    options = {"temperature": temperature, "truncation": truncation, "role": role, "with_entropy": with_entropy}
+    found = model(batch, layout=layout, **options)
     return LogProbs(values=found.pop("values"), entropy=found.pop("entropy", None), extras=found)
 
 

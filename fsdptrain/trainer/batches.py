@@ -153,6 +153,7 @@ def _make_step(
     arrived = iter(_exchange(samples, destinations, index))
     totals = index.totals(chosen, kept)
     groups = [[next(arrived) for _ in packed] for packed in members[dist.get_rank()]]
+    packer = rules.features.packer
     packs = [
         pack(
             group,
@@ -160,7 +161,7 @@ def _make_step(
             totals=totals,
             max_response_len=rules.max_response_len,
             pin_memory=platform.has_accelerator(),
-            finish=partial(rules.features.finish_pack, samples=group, plan=plan),
+            finish=None if packer is None else partial(packer.finish, samples=group, plan=plan),
             images=images,
         )
         for group in groups
@@ -181,7 +182,8 @@ def _exchange(samples: Sequence[Sample], destinations: Sequence[Sequence[int]], 
 def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: PackingRules) -> PackPlan:
     num_ranks = dist.get_world_size() // rules.copies
     limits = {"num_ranks": num_ranks, "max_tokens": rules.max_tokens}
-    plan = rules.features.plan_packs(lengths, prompts, **limits)
+    packer = rules.features.packer
+    plan = None if packer is None else packer.plan(lengths, prompts, **limits)
     if plan is not None:
         return plan
     if rules.layout == "packed":

@@ -21,7 +21,7 @@ from fsdptrain.config import Config
 from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.feature import check_features, load_features
+from fsdptrain.feature import load_features
 from fsdptrain.loggers import build_loggers
 from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.loading.meta import resolve_checkpoint
@@ -88,7 +88,6 @@ def build_components(
     eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[Components]:
     """Resolve the configuration, build data and rewards, then the model, then the engine. Close all of them on exit."""
-    check_features(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     install_platform_overrides()  # features compare kernels with the functions that a run uses
     features = load_features(config, checkpoint)
@@ -145,7 +144,7 @@ def build_components(
             folder=folder,
             tokenizer=tokenizer,
             stream=data.stream,
-            source=build_source(config, data.stream, builders, sampler, advantages, background, features),
+            source=build_source(config, data.stream, builders, sampler, advantages, background),
             loss=loss,
             advantages=advantages,
             backend=backend,

@@ -19,18 +19,15 @@ from fsdptrain.types import PackedBatch
 CARRIED = ("advantages", "old_logprobs", "ref_logprobs")  # [T] each: fields of a pack that scoring adds or changes
 
 
-def carry_scores(
-    scored: Sequence[StepBatches], later: Sequence[StepBatches], *, extra_fields: Sequence[str] = ()
-) -> list[StepBatches]:
+def carry_scores(scored: Sequence[StepBatches], later: Sequence[StepBatches]) -> list[StepBatches]:
     """Fill the packs of `later` with the values that `scored` has for the same samples. Collective.
 
-    scored: the steps of the first epoch.
-    extra_fields: more fields [T, ...] that scoring has filled. Their values must be exact in float32.
+    scored: the steps of the first epoch. Values of `PackedBatch.extras` must be exact in float32.
     """
     if not later:
         return []
     first = scored[0].packs[0]
-    names = [name for name in (*CARRIED, *extra_fields, *first.extras) if _field(first, name) is not None]
+    names = [name for name in (*CARRIED, *first.extras) if _field(first, name) is not None]
     fields = {name: _field(first, name) for name in names}  # the same on every rank
     num_rows = sum(math.prod(field.shape[1:]) for field in fields.values())
     rows = {i: row for step in scored for batch, packed in _own_packs(step) for i, row in _rows(batch, packed, names)}

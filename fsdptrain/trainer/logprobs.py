@@ -46,7 +46,7 @@ class LogprobPasses:
         if later:
             from fsdptrain.trainer.epochs import carry_scores
 
-            later = carry_scores(first, later, extra_fields=self.features.carried_fields)
+            later = carry_scores(first, later)
         return [*first, *later], metrics
 
     def compute(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
@@ -61,8 +61,7 @@ class LogprobPasses:
             start = len(steps[0].packs) if self._first_step_is_on_policy else 0
             logprobs = self.backend.compute_logprobs(packs[start:], "policy")
             scored = _with(packs[start:], "old_logprobs", logprobs)
-            scored = [self.features.after_logprobs(*pair) for pair in zip(scored, logprobs, strict=True)]
-            packs = [*packs[:start], *scored]
+            packs = [*packs[:start], *map(_with_extras, scored, logprobs)]
         if self.config.needs_reference:
             packs = _with(packs, "ref_logprobs", self.backend.compute_logprobs(packs, "reference"))
         return regrouped(steps, self.features.score_packs(packs))
@@ -74,7 +73,8 @@ class LogprobPasses:
         Not if something else reads them: the KL term of the reward, later epochs, a feature, or a loss of the user.
         """
         algorithm = self.config.algorithm
-        reads = algorithm.kl_reward_coef > 0 or is_own(algorithm.loss) or self.features.carried_fields
+        reads = any(section.needs_policy_scores for section in self.config.sections)
+        reads = reads or algorithm.kl_reward_coef > 0 or is_own(algorithm.loss)
         return not reads and self.config.batch.epochs_per_rollout == 1
 
     def for_loss(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
@@ -97,6 +97,10 @@ def regrouped(steps: Sequence[StepBatches], packs: Sequence[PackedBatch]) -> lis
     """Replace the packs of `steps` with `packs`, which are in the same order."""
     remaining = iter(packs)
     return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
+
+
+def _with_extras(pack: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+    return replace(pack, extras={**pack.extras, **logprobs.extras})
 
 
 def _with(packs: Sequence[PackedBatch], field: str, logprobs: Sequence[LogProbs]) -> list[PackedBatch]:

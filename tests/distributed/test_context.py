@@ -147,16 +147,16 @@ def replayed() -> tuple[bool, bool, bool]:
     for shared in (False, True):
         model = model_of("qwen3_moe", {})
         more = [context_parallel(UlyssesGroup.of(init_device_mesh("cpu", (2,))))] if shared else []
-        moe = install_replay(model, chunk_size=7, more=more)
+        install_replay(model, chunk_size=7, more=more)
         register_attention()
         set_attention(model, SEGMENTS)
         batch = plain_batch(segments(), device=torch.device("cpu"))
         with torch.no_grad(), Exact():
-            first = routed_logprobs(moe, model, batch, layout="packed", with_routes=True)
+            first = routed_logprobs(model, batch, layout="packed", with_routes=True)
             routes = first.extras["routes"]
             again = policy_logprobs(model, replace(batch, routes=routes), layout="packed")
             rolled = replace(batch, routes=routes.roll(1, 0))
-            other = routed_logprobs(moe, model, rolled, layout="packed", with_routes=True)
+            other = routed_logprobs(model, rolled, layout="packed", with_routes=True)
         assert torch.equal(other.extras["routes"], routes.roll(1, 0))
         found.append((first, again, other))
     (alone, _, alone_other), (first, again, other) = found

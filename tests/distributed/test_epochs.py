@@ -45,7 +45,8 @@ def by_sample(steps: list[StepBatches], field: str) -> list[tuple[int, torch.Ten
     """(name of the sample, its part of `field`) for each segment of this rank's packs, in order."""
     found = []
     for batch in (batch for step in steps for batch in step.packs if batch.loss_mask.any()):
-        parts = getattr(batch, field).split(batch.seqlens)
+        value = batch.extras[field] if field in batch.extras else getattr(batch, field)
+        parts = value.split(batch.seqlens)
         found += list(zip(batch.input_ids[batch.cu_seqlens[:-1].long()].tolist(), parts, strict=True))
     return found
 
@@ -98,11 +99,16 @@ def _score_once(checkpoint: str) -> tuple[Any, Any, float]:
     for step in steps[:4]:
         found = backend.compute_logprobs(step.packs, "policy")
         packs = [
-            dataclasses.replace(b, old_logprobs=s.values, advantages=s.values.sin(), routes=some_routes(b.input_ids))
+            dataclasses.replace(
+                b,
+                old_logprobs=s.values,
+                advantages=s.values.sin(),
+                extras={"routes": some_routes(b.input_ids)},
+            )
             for b, s in zip(step.packs, found, strict=True)
         ]
         first.append(dataclasses.replace(step, packs=packs))
-    later = carry_scores(first, steps[4:], extra_fields=["routes"])
+    later = carry_scores(first, steps[4:])
     anew = backend.compute_logprobs([batch for step in later for batch in step.packs], "policy")
     carried = [batch for step in later for batch in step.packs]
     assert all(batch.ref_logprobs is None for batch in carried)

@@ -84,9 +84,13 @@ class Scaled(Feature):
     def create(cls, config, checkpoint):
         return cls(config.section(AcmeConfig).scale)
 
-    def finish_loss(self, output, batch, logprobs):
-        self.packs += 1
-        return replace(output, loss=self.scale * output.loss)
+    def loss_function(self, stock):
+        def scaled(batch, logprobs, config):
+            self.packs += 1
+            output = stock(batch, logprobs, config)
+            return replace(output, loss=self.scale * output.loss)
+
+        return scaled
 
     def after_step(self, *, updated):
         return {"acme/packs": float(self.packs), "acme/scale": self.scale}

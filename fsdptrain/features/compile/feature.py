@@ -27,20 +27,15 @@ from fsdptrain.model.structure import decoder_layers
 
 class CompileFeature(Feature):
     @classmethod
-    def check(cls, config: Config) -> None:
-        del config
-        with raise_on_all_ranks(ConfigError, "--compile"):
-            check_compiler(platform.device_type())
-
-    @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "CompileFeature":
         del config, checkpoint
+        with raise_on_all_ranks(ConfigError, "--compile"):
+            check_compiler(platform.device_type())
         return cls()
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         del meshes
         with raise_on_all_ranks(ConfigError, "--compile"):
-            check_compiler(platform.device_type())  # where nothing has called `check`
             compile_layers(model)
 
 

@@ -1,14 +1,13 @@
 """The context parallel feature: distribute the tokens of a pack over a group of ranks."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import ConfigError
-from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.errors import ConfigError, NumericsError
+from fsdptrain.feature import Feature
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.rows import UlyssesRows
@@ -16,7 +15,9 @@ from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.meta import meta_model_of
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
+from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
+from fsdptrain.model.structure import stock_class
 from fsdptrain.types import PackedBatch
 
 
@@ -28,20 +29,12 @@ class ContextParallelFeature(Feature):
         self._group: UlyssesGroup | None = None
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        model = meta_model_of(config)
-        with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            check_context_parallel(
-                model, config.section(ContextParallelConfig), tensor_size=config.ranks_along("tensor")
-            )
-
-    @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
-        del checkpoint
-        return cls(config.section(ContextParallelConfig), tensor_size=config.ranks_along("tensor"))
-
-    def build_options(self, options: BuildOptions) -> BuildOptions:
-        return replace(options, own_attention=True)
+        section, tensor_size = config.section(ContextParallelConfig), config.ranks_along("tensor")
+        model = meta_model_of(checkpoint, config)
+        with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
+            check_context_parallel(model, section, tensor_size=tensor_size)
+        return cls(section, tensor_size=tensor_size)
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         assert meshes.context is not None
@@ -53,8 +46,13 @@ class ContextParallelFeature(Feature):
         """Distribute tokens over `group`."""
         self._group = group
 
-    def allows(self, layout: Layout, attention: str) -> bool:
-        return attention in PACKAGE_ATTENTION
+    def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
+        """Refuse stock attention, with which every rank computes whole rows."""
+        if probe.attention not in PACKAGE_ATTENTION:
+            raise NumericsError(
+                f"--context-parallel-size: {stock_class(model).__name__} is not computed exactly over several "
+                f"processes: {probe.reason}; leave it out"
+            )
 
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> UlyssesRows | None:
         """Return this rank's rows. Stock attention, the reference of the probes, gets whole rows on every rank."""

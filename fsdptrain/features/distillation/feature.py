@@ -1,5 +1,6 @@
 """The distillation feature: a teacher's term in the advantages of tokens, or in the loss."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,11 @@ from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.rows import Rows, zeros_with
+from fsdptrain.protocols import Loss
 from fsdptrain.trainer.tokenizer import load_tokenizer
-from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
+
+log = logging.getLogger(__name__)
 
 LOGPROBS = "teacher_logprobs"
 DIVERGENCE = "teacher_divergence"
@@ -69,10 +73,6 @@ class DistillationFeature(Feature):
                 require_same_tokenizer(tokenizer, load_tokenizer(path, trust_remote_code=trust), options.teacher)
         return cls(config, path, vocab_size=vocab_size)
 
-    @property
-    def lines(self) -> list[str]:
-        return [] if isinstance(self._teacher, Path) else [self._teacher.line]
-
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         self._model, self._meshes = model, meshes
 
@@ -82,6 +82,7 @@ class DistillationFeature(Feature):
             scale, top_k = self._config.scoring_temperature, self._options.top_k
             outputs = TeacherOutputs(scale, self._chunk, top_k, self._vocab_size) if self._is_jsd else None
             self._teacher = ModelTeacher(self._config, self._teacher, self._meshes, outputs)
+        log.info("%s", self._teacher.line)
 
     def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
         assert not isinstance(self._teacher, Path), "the teacher is loaded after the policy"
@@ -116,14 +117,20 @@ class DistillationFeature(Feature):
             return WholeVocabulary(extras[HIDDEN], self._head, beta)
         return None
 
-    def before_loss(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+    def loss_function(self, stock: Loss) -> Loss:
+        def distilling(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+            rewarded = batch if self._is_jsd else self._rewarded(batch, logprobs)
+            return self._finished(stock(rewarded, logprobs, config), batch, logprobs)
+
+        return distilling
+
+    def _rewarded(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
         """Add the teacher's term to the advantages: the per-token reward of the negative reverse KL divergence."""
-        if self._is_jsd:
-            return batch
         term = -self._options.kl_coef * self._log_ratio(batch, logprobs)
         return replace(batch, advantages=batch.advantages + term)
 
-    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
+    def _finished(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
+        """Add the divergence to the loss, or only metrics."""
         share = batch.loss_mask / max(1, batch.num_trained_tokens)
         metrics = {**output.metrics, "distill/reverse_kl": (share * self._log_ratio(batch, logprobs)).sum()}
         if not self._is_jsd:

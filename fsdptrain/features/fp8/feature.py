@@ -4,6 +4,7 @@ Weights, gradients, optimizer and checkpoints stay as they are. The layers chang
 layouts up to rounding: 8-bit floats differ by more.
 """
 
+import logging
 from dataclasses import replace
 from fnmatch import fnmatch
 from importlib.util import find_spec
@@ -25,6 +26,8 @@ from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import decoder_layers, expert_choice, reshard
 
+log = logging.getLogger(__name__)
+
 _ADA = (8, 9)  # the first GPUs with products of 8-bit floats
 _MULTIPLE = 16  # of inputs and outputs: a limit of the kernels
 _LEAST = 32  # inputs and outputs; casts of smaller layers cost more than the product saves
@@ -36,10 +39,10 @@ class Fp8Feature(Feature):
     def __init__(self, options: Fp8Config) -> None:
         self._options = options
         self._found: list[nn.Linear] = []
-        self._line = ""
 
     @classmethod
-    def check(cls, config: Config) -> None:
+    def create(cls, config: Config, checkpoint: Path) -> "Fp8Feature":
+        del checkpoint
         with raise_on_all_ranks(ConfigError, "--fp8 training"):
             if find_spec("torchao") is None:
                 raise ConfigError("--fp8 training needs the torchao package: pip install 'fsdptrain[torchao]'")
@@ -50,29 +53,21 @@ class Fp8Feature(Feature):
                     f"{found}: remove it"
                 )
 
-    @classmethod
-    def create(cls, config: Config, checkpoint: Path) -> "Fp8Feature":
-        del checkpoint
-        cls.check(config)
         return cls(config.section(Fp8Config))
 
-    @property
-    def lines(self) -> list[str]:
-        return [self._line]
-
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        """Find the layers. `after_probe` changes them."""
+        """Find the layers. `verify` changes them."""
         del meshes
         self._found = self._layers(model)
 
-    def after_probe(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
+    def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         """Change the layers, and measure by how much logprobs of random tokens change. Collective."""
         before = _logprobs(model, probe.layout, vocab_size)
         for layer in self._found:
             _convert(layer)
         difference = (_logprobs(model, probe.layout, vocab_size) - before).abs().mean().item()
         emulated = "" if platform.device_type() == "cuda" else ", emulated"
-        self._line = (
+        log.info(
             f"fp8 rowwise{emulated}: {len(self._found)} linear layers; logprobs of random tokens "
             f"differ by {difference:.2g} from those without"
         )

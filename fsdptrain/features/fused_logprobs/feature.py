@@ -1,5 +1,6 @@
 """Fused kernels for the passes over the logits, compared with torch's operations on the device at start."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -19,6 +20,8 @@ from fsdptrain.model.logit_passes import LogitPasses
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 
+log = logging.getLogger(__name__)
+
 _VOCABULARY = 5008  # more than one block of columns, not a multiple of one, and of 16, as Triton distinguishes
 _BOUND = 1e-5  # of values in float32
 
@@ -26,23 +29,21 @@ _BOUND = 1e-5  # of values in float32
 class FusedLogprobsFeature(Feature):
     """Runs `chunked_logprobs` with Triton kernels if they are correct on every rank's device."""
 
-    def __init__(self, passes: LogitPasses | None, line: str) -> None:
+    def __init__(self, passes: LogitPasses | None) -> None:
         self._passes = passes
-        self._line = line
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "FusedLogprobsFeature":
         del checkpoint
         if config.section(FusedLogprobsConfig).logprob_kernel != "triton" and is_replaced():
-            return cls(None, "logprob kernel: of a plug-in")
+            log.info("logprob kernel: of a plug-in")
+            return cls(None)
         passes, problem = usable_passes(config)
         if problem:
-            return cls(None, f"logprob kernel: eager, because triton cannot be used: {problem}")
-        return cls(passes, "logprob kernel: triton")
-
-    @property
-    def lines(self) -> list[str]:
-        return [self._line]
+            log.info("logprob kernel: eager, because triton cannot be used: %s", problem)
+            return cls(None)
+        log.info("logprob kernel: triton")
+        return cls(passes)
 
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
         return stock if self._passes is None else partial(stock, passes=self._passes)

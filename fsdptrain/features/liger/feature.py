@@ -4,6 +4,7 @@ The losses of liger-kernel are not used: the losses here are functions of logpro
 either: it writes over its inputs, which selective checkpointing keeps, and can only be replaced for all models.
 """
 
+import logging
 import math
 import re
 import sys
@@ -27,6 +28,8 @@ from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import reshard, stock_class
 
+log = logging.getLogger(__name__)
+
 _LENGTHS = (40, 23)  # of the segments of the probe
 _BLOCK_TOKENS = 4096  # liger-kernel computes norms of 8 heads or more with another kernel from here on
 _ROUNDINGS = 16  # of half precision: kernels that round once differ by up to 6 from torch's operations (36 layers)
@@ -38,28 +41,19 @@ class LigerFeature(Feature):
         """max_tokens: the most tokens of a pack."""
         self._max_tokens = max_tokens
         self._dtype = compute_dtype
-        self._line = ""
-
-    @classmethod
-    def check(cls, config: Config) -> None:
-        del config
-        _require()
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LigerFeature":
         del checkpoint
+        _require()
         return cls(max_tokens=config.max_tokens_per_pack, compute_dtype=getattr(torch, config.compute_dtype_name))
 
-    @property
-    def lines(self) -> list[str]:
-        return [self._line]
-
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        """Refuse a model that liger-kernel does not know; `after_probe` replaces the modules."""
+        """Refuse a model that liger-kernel does not know; `verify` replaces the modules."""
         del meshes
         _require(model.config.model_type)
 
-    def after_probe(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
+    def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         """Replace the modules. Raises ConfigError if that changes logprobs or gradients beyond rounding. Collective."""
         name = stock_class(model).__name__
         lengths: list[int] = list(_LENGTHS)
@@ -83,7 +77,7 @@ class LigerFeature(Feature):
                 f"of {where} by {of_gradients:.2g} of their norm (tolerance {bound:.2g}): leave it out"
             )
         measured = f"logprobs {of_logprobs:.2g} <= {least:g}, gradients {of_gradients:.2g} <= {bound:.2g}"
-        self._line = f"liger kernels in norms and MLPs (probe: {measured})"
+        log.info("liger kernels in norms and MLPs (probe: %s)", measured)
 
 
 def _require(model_type: str | None = None) -> None:

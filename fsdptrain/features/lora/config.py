@@ -47,7 +47,7 @@ class LoraConfig(Section):
         return self.rank > 0
 
     @property
-    def provides_reference(self) -> bool:
+    def freezes_weights(self) -> bool:
         return self.enabled
 
     def problems(self, config: "Config") -> Iterator[Problem]:

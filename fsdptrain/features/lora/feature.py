@@ -1,11 +1,12 @@
 """The LoRA feature: train an adapter instead of the weights. The model without it is the reference."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,18 +14,20 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.feature import Adapter, ChangeWeight, Feature
 from fsdptrain.features.lora.adapters import Adapters, add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.digest import content_digest
 from fsdptrain.features.lora.export import export_adapter, stream_adapter
 from fsdptrain.features.lora.weights import merged
-from fsdptrain.protocols import AdapterEngine, ModelRole, RolloutEngine
+from fsdptrain.model.rows import Rows
+from fsdptrain.protocols import AdapterEngine, ForwardRole, RolloutEngine
+from fsdptrain.types import PackedBatch
+
+log = logging.getLogger(__name__)
 
 
 class LoraFeature(Feature):
-    provides_reference = True
-
     def __init__(self, config: Config, checkpoint: Path) -> None:
         self._config = config
         self._options = config.section(LoraConfig)
@@ -44,14 +47,6 @@ class LoraFeature(Feature):
         assert self._adapters is not None, "add_parameters comes first"
         return self._adapters
 
-    @property
-    def lines(self) -> list[str]:
-        return [self.adapters.line]
-
-    def build_options(self, options: BuildOptions) -> BuildOptions:
-        """Store frozen weights in the compute dtype."""
-        return replace(options, stored_dtype=getattr(torch, self._config.compute_dtype_name))
-
     def add_parameters(self, model: PreTrainedModel) -> None:
         self._model = model
         with raise_on_all_ranks(ConfigError, "--lora-targets"):
@@ -64,22 +59,26 @@ class LoraFeature(Feature):
         self.adapters.finish(seed=self._config.run.seed, cpu_offload=self._config.fsdp.cpu_offload)
         with self.adapters.detached():
             self._base_digest = content_digest(model)
+        log.info("%s", self.adapters.line)
 
-    def around_logprobs(self, role: ModelRole) -> AbstractContextManager[None]:
+    def forward(
+        self, batch: PackedBatch, rows: Rows, role: ForwardRole, inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
         return self.adapters.detached() if role == "reference" else nullcontext()
 
-    def changes_weight(self, name: str) -> bool:
-        return name in self.adapters.layers
-
-    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+    def export_weight(self, name: str) -> ChangeWeight | None:
         layer = self.adapters.layers.get(name)
-        return None if layer is None else merged(tensor, layer, platform.local_device())
+        return None if layer is None else partial(merged, layer=layer, device=platform.local_device())
 
-    def checkpoint_identity(self) -> str:
+    @property
+    def adapter(self) -> Adapter:
+        return self
+
+    def identity(self) -> str:
         """Identify the adapter and its base weights, since a checkpoint does not contain the frozen weights."""
         return f"{self.adapters.kind} on weights {self._base_digest}"
 
-    def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
+    def push(self, engine: RolloutEngine, policy_version: int) -> bool:
         if self._options.sync != "adapter":
             return False
         assert isinstance(engine, AdapterEngine), "the configuration refuses other engines"
@@ -91,7 +90,7 @@ class LoraFeature(Feature):
         assert self._model is not None
         return stream_adapter(self._model, self.adapters)
 
-    def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
+    def export(self, target: Path, write_model: Callable[[Path], None]) -> None:
         """Write the adapter as a peft folder, the merged model, or both (--lora-export)."""
         form = self._options.export
         if form != "adapter":
@@ -100,7 +99,6 @@ class LoraFeature(Feature):
             assert self._model is not None
             folder = target if form == "adapter" else target / "adapter"
             export_adapter(self._model, self.adapters, folder, source=self._checkpoint, base=self._base_name)
-        return True
 
     def write_config(self, folder: Path) -> None:
         """Write peft's adapter_config.json. Not collective."""

@@ -2,10 +2,11 @@
 
 A parameter that stays whole between split matrices (the norm of a head) sees only the heads of one rank. Its gradients
 must be summed over the tensor group, which the plan must declare. Without that, training is wrong without an error: the
-copies of the ranks diverge. `check_gradients` compares them.
+copies of the ranks diverge. `verify` compares them.
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from fsdptrain.features.model_parallel.plan import split_model, split_plan_of
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.materialize import local_part
 from fsdptrain.model.logprobs import vocab_parallel_logprobs
+from fsdptrain.model.policy import check_backward
+from fsdptrain.model.probes.layout import LayoutProbe
 
 
 class ModelParallelFeature(Feature):
@@ -33,10 +36,11 @@ class ModelParallelFeature(Feature):
         self._tensor: DeviceMesh | None = None  # set if layers are split
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        model = meta_model_of(config)
+    def create(cls, config: Config, checkpoint: Path) -> "ModelParallelFeature":
+        model = meta_model_of(checkpoint, config)
         with raise_on_all_ranks(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
             split_plan_of(model, config)
+        return cls()
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         assert meshes.tensor is not None
@@ -47,9 +51,10 @@ class ModelParallelFeature(Feature):
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
         return partial(_logprobs, stock)
 
-    def check_gradients(self, model: PreTrainedModel) -> None:
+    def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         if self._tensor is not None:
-            require_whole_gradients(model, self._tensor)
+            look = partial(require_whole_gradients, model, self._tensor)
+            check_backward(model, vocab_size=vocab_size, layout=probe.layout, look=look)
 
 
 def _logprobs(stock: LogProbsFunction, hidden: Tensor, *, weight: Tensor, **options: Any) -> Any:

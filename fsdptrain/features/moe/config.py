@@ -29,6 +29,14 @@ class RouterConfig(Section):
         return self.replay != "off" or self.aux_loss_coef != 0
 
     @property
+    def records_routes(self) -> bool:
+        return self.replay == "rollout"
+
+    @property
+    def needs_policy_scores(self) -> bool:
+        return self.replay == "scoring"
+
+    @property
     def trains_zero_advantage(self) -> str:
         return f"--router-aux-loss-coef {self.aux_loss_coef}" if self.aux_loss_coef else ""
 

@@ -1,8 +1,7 @@
 """The mixture-of-experts feature: the load-balancing loss and router replay."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.data.routes import check_routes
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, ForwardPass, RouteRecorder
@@ -24,8 +22,8 @@ from fsdptrain.features.moe.replay import EngineRoutes, RouterReplay
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.rows import Rows
 from fsdptrain.model.structure import decoder_layers, expert_choice
-from fsdptrain.protocols import ModelRole
-from fsdptrain.types import NO_ROUTE, LogProbs, LossOutput, Metrics, PackedBatch, Sample, SamplingParams
+from fsdptrain.protocols import ForwardRole, Loss
+from fsdptrain.types import NO_ROUTE, LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
 
 _CHOICES, _LOSS, _ROUTES = "moe/choices", "moe/router_loss", "routes"  # keys of `LogProbs.extras`
 
@@ -48,8 +46,7 @@ class MoEFeature(Feature):
         self._load: ExpertLoad | None = None  # of the current optimizer step
         self._counted: Tensor | None = None  # [T] bool: tokens of the pack whose choices are counted
         self._top_k = 0  # number of experts per token for these choices
-        self._takes_routes = True
-        self._records = False
+        self._records = False  # whether this forward pass is one of scoring whose routes are replayed
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "MoEFeature":
@@ -60,19 +57,6 @@ class MoEFeature(Feature):
             if router.replay != "off":
                 check_replay(model_config, router.replay, trust_remote_code=trust)
         return cls(loss_coef=coef, replay=router.replay, pack_copies=config.pack_copies)
-
-    @property
-    def carried_fields(self) -> tuple[str, ...]:
-        return (_ROUTES,) if self._scoring_records else ()
-
-    # Rollouts
-
-    def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, with_routes=self._replays and not self._scoring_records)
-
-    def check_samples(self, samples: Sequence[Sample]) -> None:
-        if self._replays and not self._scoring_records:
-            check_routes(samples)
 
     def route_recorder(self, model: PreTrainedModel) -> Any:
         choice = expert_choice(model.config)
@@ -87,14 +71,17 @@ class MoEFeature(Feature):
         if choice is not None and self._replays:
             self._replay = RouterReplay(model, choice)
 
-    def around_forward(self, batch: PackedBatch, rows: Rows) -> AbstractContextManager[None]:
-        routes = batch.routes if self._takes_routes else None
+    def forward(
+        self, batch: PackedBatch, rows: Rows, role: ForwardRole, inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Replay the routes of the pack, or record those of scoring by the policy. The reference chooses itself."""
+        if self._reads_logits:
+            inputs["output_router_logits"] = True
+        self._records = role == "policy" and self._scoring_records
+        routes = None if role == "reference" else _routes_of(batch)
         if self._replay is None or (routes is None and not self._records):
             return nullcontext()
         return self._replay.choosing(None if routes is None else rows.scatter(routes, fill=NO_ROUTE))
-
-    def model_inputs(self, batch: PackedBatch, rows: Rows) -> dict[str, Any]:
-        return {"output_router_logits": True} if self._reads_logits else {}
 
     def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -117,23 +104,6 @@ class MoEFeature(Feature):
     def _reads_logits(self) -> bool:
         return self._counted is not None or (self._load is not None and bool(self._coef))
 
-    # Scoring
-
-    @contextmanager
-    def around_logprobs(self, role: ModelRole) -> Iterator[None]:
-        """Set the routing for `role` within the context.
-
-        The policy uses the routes of the batch or records its own. The reference makes its own choice.
-        """
-        self._takes_routes, self._records = role == "policy", role == "policy" and self._scoring_records
-        try:
-            yield
-        finally:
-            self._takes_routes, self._records = True, False
-
-    def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        return replace(batch, routes=logprobs.extras[_ROUTES]) if self._scoring_records else batch
-
     # The optimizer step
 
     def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
@@ -142,9 +112,12 @@ class MoEFeature(Feature):
         if choice is not None and (self._coef or self._replays):
             self._load = self._load_of(model, batches, forward, num_experts=choice.num_experts, top_k=choice.top_k)
 
-    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        router_loss = logprobs.extras.get(_LOSS)
-        return output if router_loss is None else add_router_loss(output, router_loss, self._coef)
+    def loss_function(self, stock: Loss) -> Loss:
+        def with_router_loss(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+            output, router_loss = stock(batch, logprobs, config), logprobs.extras.get(_LOSS)
+            return output if router_loss is None else add_router_loss(output, router_loss, self._coef)
+
+        return with_router_loss
 
     def after_step(self, *, updated: bool) -> Metrics:
         metrics = {} if self._load is None else self._load.metrics()
@@ -165,7 +138,8 @@ class MoEFeature(Feature):
         counts = torch.zeros(len(decoder_layers(model)), num_experts, dtype=torch.int64)
         if self._replays:
             for batch, mask in zip(batches, counted, strict=True):
-                counts += 0 if batch.routes is None else count_choices(batch.routes, mask, num_experts)
+                routes = _routes_of(batch)
+                counts += 0 if routes is None else count_choices(routes, mask, num_experts)
         else:
             parts = [self._choices(batch, mask, forward, top_k) for batch, mask in zip(batches, counted, strict=True)]
             counts = torch.stack(parts).sum(0).cpu()
@@ -180,6 +154,11 @@ class MoEFeature(Feature):
             return forward(batch)[_CHOICES]
         finally:
             self._counted = None
+
+
+def _routes_of(batch: PackedBatch) -> Tensor | None:
+    """Return the experts to replay [T, layers, k]: those of the engine, or of scoring."""
+    return batch.extras.get(_ROUTES) if batch.routes is None else batch.routes
 
 
 def _count(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Tensor:

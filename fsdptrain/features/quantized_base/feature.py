@@ -1,6 +1,7 @@
 """Frozen weights of linear layers in 4 or 8 bits under a LoRA adapter (QLoRA)."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Feature
+from fsdptrain.feature import ChangeWeight, Feature
 from fsdptrain.features.quantized_base.config import BLOCK, QuantizedBaseConfig
 from fsdptrain.model.structure import decoder_layers
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fsdptrain.features.quantized_base.linear import QuantizedLinear
     from fsdptrain.fsdp.mesh import Meshes
 
+log = logging.getLogger(__name__)
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable of transformers
 
@@ -46,14 +48,13 @@ class QuantizedBaseFeature(Feature):
                 raise ConfigError(f"{flag} needs the bitsandbytes package: pip install 'fsdptrain[qlora]'")
         return cls(options)
 
-    @property
-    def lines(self) -> list[str]:
+    def _log(self) -> None:
         weights = sum(layer.in_features * layer.out_features for layer in self._layers.values())
         num_bytes = sum(p.nbytes for layer in self._layers.values() for p in (layer.codes, layer.scales))
-        return [
+        log.info(
             f"frozen weights of {len(self._layers)} linear layers in {self._options.kind}: {num_bytes / weights:.2f} "
             f"bytes for each of {weights:,} weights"
-        ]
+        )
 
     def add_parameters(self, model: PreTrainedModel) -> None:
         """Find the layers by their stock names, before an adapter wraps them."""
@@ -74,6 +75,7 @@ class QuantizedBaseFeature(Feature):
 
     def after_load(self, model: PreTrainedModel) -> None:
         self._is_loaded = True
+        self._log()
 
     @contextmanager
     def _in_stock_form(self) -> Iterator[None]:
@@ -92,13 +94,9 @@ class QuantizedBaseFeature(Feature):
             for layer in self._layers.values():
                 layer.swap()
 
-    def changes_weight(self, name: str) -> bool:
-        return name in self._layers
-
-    @torch.no_grad()
-    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+    def export_weight(self, name: str) -> ChangeWeight | None:
         layer = self._layers.get(name)
-        return None if layer is None else cast(Tensor, layer.full_precision())
+        return None if layer is None else lambda _: cast(Tensor, layer.full_precision())
 
 
 def quantizable_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:

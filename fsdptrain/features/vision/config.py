@@ -31,5 +31,13 @@ class VisionConfig(Section):
         return self.image_key is not None
 
     @property
+    def runs_tower(self) -> bool:
+        return self.enabled
+
+    @property
+    def trains_tower(self) -> bool:
+        return self.train_vision
+
+    @property
     def needs_embedded_engine(self) -> bool:
         return self.enabled

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.vision.tower import generation_inputs
 from fsdptrain.model.loading.materialize import quiet_transformers
-from fsdptrain.types import Images, Segment
+from fsdptrain.types import Images, Prompt, Segment
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -82,6 +83,12 @@ class ImageProcessor:
         """Return two sequences with an image each, and a twin of the first with other words and another image."""
         generator = torch.Generator().manual_seed(1)
         return [self._probe_segment(size, vocab_size, generator) for size in _PROBE_SIZES]
+
+    def generation_inputs(
+        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the image arguments of `prompts`; see `tower.generation_inputs`."""
+        return generation_inputs(model, prompts, ids, mask, positions)
 
     def _probe_segment(self, size: tuple[int, int], vocab_size: int, generator: torch.Generator) -> Segment:
         from PIL import Image

@@ -85,12 +85,14 @@ def choose_layout(
 
     Call it after `install_policy_forward`. Collective if the model is sharded; every rank returns the same result. The
     order is packed, then padded, both with the attention that the model was built with, then padded with the attention
-    of transformers. Features may add sequences that must be exact too, and exclude candidates. Raises NumericsError if
+    of transformers. With a processor of prompts, its sequences must be exact too. Raises NumericsError if
     no candidate that `requested` allows is exact.
     """
     register_attention()
     device = device or platform.local_device()
-    trials = [[Segment(ids) for ids in probe_segments(model, vocab_size)], *features.probe_segments(vocab_size)]
+    trials = [[Segment(ids) for ids in probe_segments(model, vocab_size)]]
+    if features.prompt_processor is not None:
+        trials.append([*features.prompt_processor.probe_segments(vocab_size)])
     reasons: list[str] = []
     configured = str(model.config._attn_implementation)
     with evaluating(model):
@@ -98,8 +100,6 @@ def choose_layout(
         references = [_reference(model, segments, widest, device) for segments in trials]
         tolerance = min(widest, *(leak / 4 for _, leak in references))
         for candidate in _candidates(model, requested, configured, reasons):
-            if not features.allows(candidate.layout, candidate.attention):
-                continue
             tried = [
                 _try(model, candidate, segments, reference, tolerance, device)
                 for segments, (reference, _) in zip(trials, references, strict=True)

@@ -142,7 +142,9 @@ def prefill(
     mask = (columns >= pads).long().to(device) if padded else None
     positions = (columns - pads).clamp(min=0).to(device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    seen = features.generation_inputs(model, prompts, ids, (columns >= pads).long().to(device), positions)
+    processor, seen = features.prompt_processor, {}
+    if processor is not None:
+        seen = processor.generation_inputs(model, prompts, ids, (columns >= pads).long().to(device), positions)
     rope_offset = None
     if "position_ids" in seen:
         positions = seen.pop("position_ids")

@@ -17,7 +17,6 @@ from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Features
 from fsdptrain.protocols import RewardFunction, RolloutEngine
 from fsdptrain.rewards.build import WeightedSum, reads_environment
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
@@ -138,7 +137,6 @@ def build_source(
     sampler: Sampler | None,
     advantages: AdvantageRule,
     background: "Background | None",
-    features: Features,
 ) -> SampleSource:
     if builders is not None:
         from fsdptrain.trainer.samples.sft import SftSource
@@ -148,8 +146,7 @@ def build_source(
     values: dict[str, Any] = {
         "stream": stream,
         "sampler": sampler,
-        "sampling": features.sampling(sampling_params(config)),
-        "features": features,
+        "sampling": sampling_params(config, with_routes=any(section.records_routes for section in config.sections)),
         "num_prompts": config.rollout.batch_size,
         "num_shown": config.log.num_samples,
         "shaping": shaping_rule(config),

@@ -11,7 +11,6 @@ from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
 from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
-from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.rewards.results import RewardResults, check_failed_rewards
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import Selection, SelectionRules, gather_results, share
@@ -71,7 +70,6 @@ class GroupSource:
     rules: SelectionRules = field(default_factory=SelectionRules)
     max_staleness: int = 0  # versions
     num_rollouts: int | None = None  # of the run: no rollouts are started beyond it
-    features: Features = NO_FEATURES
 
     def last_allowed(self, step: int) -> int:
         """Return the number of the last rollout that may start when the engine has the weights of version `step`."""
@@ -100,8 +98,10 @@ class GroupSource:
         with raise_on_all_ranks(RolloutError, "rollout"):
             shaped = list(samples) if self.shaping is None else self.shaping.apply(samples)
             samples = assign_advantages(shaped, self.advantages)
-            for feature in self.features:
-                feature.check_samples([s for sample in samples for s in sample.sequences])
+            if self.sampling.with_routes:
+                from fsdptrain.data.routes import check_routes
+
+                check_routes([s for sample in samples for s in sample.sequences])
         return RolloutBatch(
             samples=samples,
             shown=show(made.prompts, made.texts, made.samples, self.num_shown),

@@ -131,7 +131,7 @@ def test_a_gpu_without_products_of_8_bit_floats_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(ConfigError, match=r"--fp8 training needs a GPU of compute capability 8.9 .* has 8.6"):
-        Fp8Feature.check(Config(hf_checkpoint="x", fp8=["training"]))
+        Fp8Feature.create(Config(hf_checkpoint="x", fp8=["training"]), Path())
 
 
 def test_rollouts_in_fp8_are_the_quantization_of_vllm() -> None:

@@ -40,7 +40,7 @@ def model_of(name: str) -> tuple[PreTrainedModel, LigerFeature]:
 def probe(model: PreTrainedModel, feature: LigerFeature) -> None:
     model.zero_grad()
     layout = choose_layout(model, "auto", vocab_size=zoo.VOCAB_SIZE, compute_dtype=torch.float32, device=CPU)
-    feature.after_probe(model, layout, zoo.VOCAB_SIZE)
+    feature.verify(model, layout, zoo.VOCAB_SIZE)
 
 
 def step(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -44,11 +44,11 @@ def test_gradients_that_are_zero_or_nan_are_compared() -> None:
 def test_without_a_package_it_is_refused(missing: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "find_spec", lambda name: None if name == missing else object())
     with pytest.raises(ConfigError, match=f"^--liger needs .*{words}"):
-        LigerFeature.check(Config(hf_checkpoint="any", liger=True))
+        LigerFeature.create(Config(hf_checkpoint="any", liger=True), Path())
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs triton and liger-kernel: Linux only")
 def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger.platform, "has_accelerator", lambda: False)
     with pytest.raises(ConfigError, match=r"^--liger needs a GPU and none is available: leave it out$"):
-        LigerFeature.check(Config(hf_checkpoint="any", liger=True))
+        LigerFeature.create(Config(hf_checkpoint="any", liger=True), Path())

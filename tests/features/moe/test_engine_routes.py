@@ -66,7 +66,7 @@ def test_the_engine_reports_the_experts_of_the_trainer(name, tmp_path):
         assert len(completion.routes) == len(prompt.token_ids) + len(completion.token_ids) - 1
     batch = as_pack(made)
     own = routed_logprobs(
-        *trainer(zoo.build(name)), dataclasses.replace(batch, routes=None), layout="packed", with_routes=True
+        trainer(zoo.build(name))[1], dataclasses.replace(batch, routes=None), layout="packed", with_routes=True
     ).extras["routes"]
     read = (batch.routes != NO_ROUTE).flatten(1).any(1)
     assert (~read).sum() == len(made)  # the last token of each

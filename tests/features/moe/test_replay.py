@@ -32,8 +32,8 @@ def replaying(name: str, *, recomputed: CheckpointingKind | None = None, every: 
 
 def run(replaying, batch, layout: str, *, with_routes: bool = False):
     """Logprobs, all gradients, routes."""
-    model, moe = replaying
-    found = routed_logprobs(moe, model, batch, layout=layout, with_routes=with_routes)
+    model, _ = replaying
+    found = routed_logprobs(model, batch, layout=layout, with_routes=with_routes)
     (found.values * (batch.position_ids + 1).sin()).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
@@ -101,10 +101,10 @@ def test_gradient_checkpointing_recomputes_the_same_experts(layout, kind, every)
     _, _, routes = run(plain, batch, layout, with_routes=True)
     given = dataclasses.replace(batch, routes=foreign(routes, 6))
     wanted, gradients, _ = run(plain, given, layout)
-    checkpointed, moe = checkpointed
+    checkpointed, _ = checkpointed
     found = policy_logprobs(checkpointed, given, layout=layout).values
     with torch.no_grad():
-        routed_logprobs(moe, checkpointed, random_pack(LENGTHS, seed=1), layout=layout, with_routes=True)
+        routed_logprobs(checkpointed, random_pack(LENGTHS, seed=1), layout=layout, with_routes=True)
     (found * (batch.position_ids + 1).sin()).sum().backward()
     assert torch.equal(found, wanted)
     for name, parameter in checkpointed.named_parameters():

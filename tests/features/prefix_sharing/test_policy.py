@@ -1,6 +1,7 @@
 """Shared prompts change no logprob and no gradient, and the probe finds models that cannot share them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend, re
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from fsdptrain.model.probes.layout import choose_layout, probe_segments
 from fsdptrain.model.rows import Rows
+from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
 from tests.exact import Exact, in_float64
@@ -115,8 +117,9 @@ def test_gradient_checkpointing_changes_no_gradient_of_shared_prompts(name: str,
 class RouterSum(Feature):
     """A number made of the router logits of every token."""
 
-    def model_inputs(self, batch: PackedBatch, rows: Rows) -> dict[str, Any]:
-        return {"output_router_logits": True}
+    def forward(self, batch: PackedBatch, rows: Rows, role: ForwardRole, inputs: dict[str, Any]):
+        inputs["output_router_logits"] = True
+        return nullcontext()
 
     def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
         logits = [rows.gather(x.flatten(0, -2)) for x in output.router_logits]
