@@ -14,7 +14,7 @@ from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.model.structure import reshard
 from tests.testing import tiny_qwen3
 
-SHARDING: dict[str, Any] = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True}
+SHARDING: dict[str, Any] = {"cpu_offload": False, "reshard_after_forward": True}
 
 
 def load_sharded(
