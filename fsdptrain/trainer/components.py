@@ -88,9 +88,10 @@ def build_components(
     eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[Components]:
     """Resolve the configuration, build data and rewards, then the model, then the engine. Close all of them on exit."""
-    checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
+    files = resolve_checkpoint(config.model.hf_checkpoint, weights=False)
     install_platform_overrides()  # features compare kernels with the functions that a run uses
-    features = load_features(config, checkpoint)
+    features = load_features(config, files)  # before the weights are downloaded: the model may forbid an option
+    checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     environment = load_environment(config)
     processor = features.prompt_processor
     tokenizer = open_tokenizer(config, checkpoint, processor)

@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 SHOWN = 3  # number of names in an error message
 
 
-def resolve_checkpoint(name: str) -> Path:
+def resolve_checkpoint(name: str, *, weights: bool = True) -> Path:
     """Return the local folder of `name`, a folder or a Hub repository. One rank per node downloads it.
+
+    weights: whether the weights must be in it; without, they are not downloaded.
 
     Raises:
         CheckpointError: no such folder or repository, no network, or no config.json and safetensors in it.
@@ -32,15 +34,16 @@ def resolve_checkpoint(name: str) -> Path:
     here = gather(Path(name).is_dir())
     if any(here) or Path(name).is_absolute() or name.endswith(".gguf"):
         with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
-            return _checked(Path(name))
-    from fsdptrain.model.loading.hub import HUB_FILES, download
+            return _checked(Path(name), weights=weights)
+    from fsdptrain.model.loading.hub import HUB_FILES, WEIGHT_FILES, download
 
+    patterns = [*HUB_FILES, *WEIGHT_FILES] if weights else HUB_FILES
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             log.info("--hf-checkpoint %s: no local folder; looking it up on the hub", name)
-            download(name, HUB_FILES)
+            download(name, patterns)
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
-        return _checked(download(name, HUB_FILES, local_files_only=True))
+        return _checked(download(name, patterns, local_files_only=True), weights=weights)
 
 
 @contextmanager
@@ -102,8 +105,10 @@ def _named_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _checked(path: Path) -> Path:
-    weight_files(with_config(path))
+def _checked(path: Path, *, weights: bool) -> Path:
+    with_config(path)
+    if weights:
+        weight_files(path)
     return path
 
 

@@ -9,7 +9,8 @@ from fsdptrain.distributed import one_line
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.formats import with_config
 
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+WEIGHT_FILES = ["*.safetensors"]
+HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
 
 

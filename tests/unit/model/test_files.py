@@ -54,7 +54,11 @@ def test_the_first_process_of_a_machine_downloads_what_all_read(monkeypatch: pyt
     assert resolve_checkpoint("mine/model") == tmp_path
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolve_checkpoint("mine/model") == tmp_path
-    assert calls == [("mine/model", hub.HUB_FILES, only_local) for only_local in (False, True, True)]
+    whole = [*hub.HUB_FILES, *hub.WEIGHT_FILES]
+    assert calls == [("mine/model", whole, only_local) for only_local in (False, True, True)]
+    (tmp_path / "model.safetensors").unlink()
+    assert resolve_checkpoint("mine/model", weights=False) == tmp_path
+    assert calls[3:] == [("mine/model", hub.HUB_FILES, True)]
     assert hub.resolve_config("mine/model") == tmp_path
     assert calls[-1] == ("mine/model", ["*.json", "*.py"], False)
 
