@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -234,12 +234,12 @@ class FSDPBackend:
         from fsdptrain.fsdp.checkpoint import load_checkpoint
 
         assert not self._is_away, "onload comes before load"
+        reference = None
+        if self._reference is not None:
+            with self.features.without():  # a loaded reference has no adapter
+                reference = self._reference.tensors(self._model)
         step, self._reference_moved = load_checkpoint(
-            directory,
-            self._model,
-            self._optimizer,
-            adapter=self._adapter_identity,
-            reference=None if self._reference is None else self._reference.tensors(self._model),
+            directory, self._model, self._optimizer, adapter=self._adapter_identity, reference=reference
         )
         return step
 
@@ -259,7 +259,10 @@ class FSDPBackend:
             yield
             return
         assert self._config.needs_reference, "no KL term, no reference"
-        with nullcontext() if self._reference is None else self._reference.swapped_into(self._model):
+        if self._reference is None:  # the policy without its adapter
+            yield
+            return
+        with self.features.without(), self._reference.swapped_into(self._model):
             yield
 
     def _logprobs(self, batch: PackedBatch, *, role: ForwardRole = "train", with_entropy: bool = False) -> LogProbs:

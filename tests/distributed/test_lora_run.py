@@ -59,6 +59,11 @@ def reference(hub: str, case: str, other: str | None, values: dict):
     assert not torch.equal(before, policy)
     assert all(torch.equal(weights[name], value) for name, value in full_state(backend.model).items())
     backend.train_step(packs, LOSSES["grpo"], LossConfig())
+    checkpoints = CheckpointFolder(Path(hub) / f"of {case}, {other}", keep_last=1)
+    checkpoints.write(1, lambda path: backend.save(path, 1))
+    latest = checkpoints.latest()
+    assert latest is not None
+    backend.load(latest)
     after = score(backend, "reference", packs)
     moved = {name for name, value in full_state(backend.model).items() if not torch.equal(weights[name], value)}
     assert moved == set(trained(backend.model)), moved ^ set(trained(backend.model))

@@ -76,14 +76,15 @@ class Adapters:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Restore the stock model with frozen weights within the context, and the adapters on exit or error."""
+        """Restore the stock model with frozen weights within the context, and what was there on exit or error."""
+        before = [getattr(slot.parent, slot.child) for slot in self._slots]
         for slot in self._slots:
             setattr(slot.parent, slot.child, slot.stock)
         try:
             yield
         finally:
-            for slot in self._slots:
-                setattr(slot.parent, slot.child, slot.layer)
+            for slot, module in zip(self._slots, before, strict=True):
+                setattr(slot.parent, slot.child, module)
 
     @property
     def kind(self) -> str:
