@@ -25,6 +25,7 @@ class RankVariables:
     master_port: int
     store_of_agent: bool  # torchrun's agent listens at master_addr:master_port, not rank 0
     max_restarts: int = 0  # of torchrun
+    restart: int = 0  # which of them this is; torchrun counts them for each machine, not for the run
 
     @property
     def keeps_store_over_restarts(self) -> bool:
@@ -50,6 +51,7 @@ def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVari
         master_port=_integer(environment, "MASTER_PORT", low=1, high=65535),
         store_of_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         max_restarts=_integer(environment, "TORCHELASTIC_MAX_RESTARTS", default="0"),
+        restart=_integer(environment, RESTART_COUNT, default="0"),
     )
 
 

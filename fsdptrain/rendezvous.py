@@ -25,7 +25,9 @@ def open_store(ranks: RankVariables, timeout_s: float) -> dist.Store:
             "of torchrun: otherwise restarted ranks read the addresses of dead ones (pytorch issue 135712)"
         )
     _set_gloo_interface(ranks)
-    store = _connect(ranks, timeout_s)
+    store: dist.Store = _connect(ranks, timeout_s)
+    if ranks.store_of_agent:  # of one machine: it outlives restarts, and holds the addresses of dead ranks
+        store = dist.PrefixStore(f"restart {ranks.restart}", store)
     joined = [f"joined/{rank}" for rank in range(ranks.world_size)]
     store.set(joined[ranks.rank], "")
     try:

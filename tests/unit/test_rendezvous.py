@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from fsdptrain.errors import ConfigError, RankError
 from fsdptrain.rank_variables import RankVariables
@@ -22,6 +23,17 @@ def test_ranks_connect_at_the_port_of_rank_0():
         first, second, third = threads.map(lambda rank: open_store(rank, 300.0), ranks_of(3, port))
         first.set("key", "value")
         assert second.get("key") == third.get("key") == b"value"
+
+
+def test_restarted_ranks_do_not_meet_the_dead_ones_in_the_store_of_their_agent():
+    with reserved_port() as port, ThreadPoolExecutor(2) as threads:
+        agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        ranks = [replace(rank, store_of_agent=True, local_world_size=2) for rank in ranks_of(2, port)]
+        first, _ = threads.map(lambda rank: open_store(rank, 300.0), ranks)
+        first.set("address", "of a dead rank")
+        with pytest.raises(RankError, match=r"not connected: rank 1 \(of 2\)"):
+            open_store(replace(ranks[0], restart=1), 1.0)
+        del agent
 
 
 def test_missing_ranks_are_named_at_the_timeout():
