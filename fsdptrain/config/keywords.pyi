@@ -224,6 +224,5 @@ class Keywords(TypedDict, total=False):
     megatron_tensor_parallel: int
     megatron_pipeline_parallel: int
     megatron_expert_parallel: int
-    megatron_context_parallel: int
     megatron_sequence_parallel: bool
     megatron_spec: str | None

@@ -27,7 +27,7 @@ from fsdptrain.megatron.groups import process_groups, start_groups
 from fsdptrain.megatron.masters import Masters, wrap
 from fsdptrain.megatron.model import build_model, build_options, has_transformer_engine
 from fsdptrain.megatron.parity import check_parity, small_models
-from fsdptrain.megatron.report import build_report
+from fsdptrain.megatron.report import kernels_of, report_lines
 from fsdptrain.megatron.storage import (
     REFERENCE,
     export_hf,
@@ -59,7 +59,6 @@ class MegatronBackend:
     def __init__(self, config: Config, *, total_steps: int) -> None:
         """Build, load and verify the model. Raises ConfigError, CheckpointError or NumericsError."""
         self._config, split = config, config.section(MegatronConfig)
-        self._split = split
         self.device = platform.local_device()
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         trust = config.model.trust_remote_code
@@ -79,7 +78,6 @@ class MegatronBackend:
             built = transformer_config(self.hf_config, split, **options)
             self._model = build_model(built, self.hf_config, spec=split.spec).to(self.device)
         self.weights = WeightMap(self._model, self._stock)
-        self.report = build_report(self._model, self._stock, layout=self._layout)
         copy = small_models(self.hf_config, split, options, device=self.device)
         difference, tolerance = check_parity(*copy, split, options)
         self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
@@ -108,10 +106,10 @@ class MegatronBackend:
     @property
     def lines(self) -> list[str]:
         """Log lines that describe the backend."""
-        return [*self.report.lines, self._masters.line, self.layout_probe.line]
+        return [*report_lines(self._model, layout=self._layout), self._masters.line, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
-        return self.report.kernels
+        return kernels_of(self._model, self._stock)
 
     def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute logprobs at the rollout temperature without gradient. Returns CPU tensors, one per batch."""

@@ -24,9 +24,6 @@ class MegatronConfig(Section):
     """Pipeline stages, each with a part of the layers."""
     expert_parallel: int = Field(default=1, ge=1)
     """Processes over which the experts of a layer are distributed; each expert is whole on one process."""
-    context_parallel: int = Field(default=1, ge=1)
-    """Processes that share each sequence. Attention is then the transformers module, and each process computes it for
-    the whole sequence."""
     sequence_parallel: Annotated[bool, Requires("megatron_tensor_parallel>1")] = False
     """Split activations between a layer's matrices along the sequence, over the tensor-parallel processes."""
     spec: Annotated[str | None, REFUSED, RUNS_CODE] = None
@@ -39,7 +36,6 @@ class MegatronConfig(Section):
         return (
             RankGroup("tensor", "megatron_tensor_parallel", self.tensor_parallel),
             RankGroup("stages", "megatron_pipeline_parallel", self.pipeline_parallel, in_layers=False),
-            RankGroup("context", "megatron_context_parallel", self.context_parallel),
             RankGroup("experts", "megatron_expert_parallel", self.expert_parallel, shares_packs=False, stride=replica),
         )
 

@@ -1,8 +1,7 @@
 """Shims that let megatron-core 0.16 run on CPUs with gloo, for tests and small models.
 
 megatron-core names CUDA in places where any device would work. Each shim replaces one such name for the whole process.
-Shims are installed by one explicit call, never by an import, and are rejected if CUDA is present. The build report
-lists them, together with the names replaced because Transformer Engine is missing.
+Shims are installed by one explicit call, never by an import, and are rejected if CUDA is present.
 """
 
 import contextlib
@@ -14,8 +13,6 @@ import torch
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.megatron import require_megatron
-
-_replaced: dict[str, None] = {}  # insertion-ordered; global, because replacements are global to the process
 
 
 class _HostTorch:
@@ -49,43 +46,32 @@ def prepare_megatron() -> None:
 
 
 def install_cpu_shims() -> None:
-    """Install the shims once per process. Raises ConfigError if CUDA is present."""
+    """Install the shims in this process. Raises ConfigError if CUDA is present."""
     if torch.cuda.device_count():
         raise ConfigError(
             "the CPU shims of --backend megatron are not for a process that sees CUDA devices: hide them with "
             "CUDA_VISIBLE_DEVICES=, or compute on them"
         )
-    if "torch.cuda.current_device" in _replaced:
-        return
     with quiet_megatron():
         import megatron.core.pipeline_parallel.schedules as schedules
         import megatron.core.tensor_parallel.random as generators
         import megatron.core.transformer.moe.moe_utils as moe_utils
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    replace_name(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    replace_name(torch.cuda, "synchronize", lambda *_: None)
-    replace_name(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
-    replace_name(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
-    replace_name(generators, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
-    replace_name(generators, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
-    replace_name(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none")  # else it creates one
-    replace_name(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _splits_as_arrays)
-    replace_name(schedules, "torch", _HostTorch())
+    for owner, name, shim in (
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+        (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (generators, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (generators, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none"),  # else it creates one
+        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _splits_as_arrays),
+        (schedules, "torch", _HostTorch()),
+    ):
+        setattr(owner, name, shim)
     if "te_general_gemm" not in vars(moe_utils):  # always read, but defined only if Transformer Engine imports
-        replace_name(moe_utils, "te_general_gemm", None)
-
-
-def replace_name(module: Any, name: str, value: object) -> None:
-    """Replace a name for the whole process and record it."""
-    setattr(module, name, value)
-    owner = module.__name__ if module is not torch.Tensor else "torch.Tensor"
-    _replaced[f"{owner}.{name}"] = None
-
-
-def replaced() -> list[str]:
-    """Return the names in megatron-core and torch that this process has replaced."""
-    return list(_replaced)
+        vars(moe_utils)["te_general_gemm"] = None
 
 
 def ignore_older_names() -> None:

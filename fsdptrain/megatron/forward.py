@@ -7,7 +7,6 @@ attention never looks at the padding on the right. With Transformer Engine layer
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,7 +20,6 @@ from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import WRAPPED
 from fsdptrain.megatron.transformer_config import wraps
-from fsdptrain.megatron.zigzag import shard_tokens
 from fsdptrain.model.logprobs import chunked_logprobs, vocab_parallel_logprobs
 from fsdptrain.model.rows import Layout, PackedRows, PaddedRows, core_rows, zeros_with
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
@@ -38,11 +36,9 @@ def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bo
     """Choose the layout of packs.
 
     Packed rows need layers that support boundaries: Transformer Engine attention, whose kernels for packed rows support
-    half precision only, or transformers mixers. Context parallelism always uses packed rows, whichever layers are used.
+    half precision only, or transformers mixers.
     """
-    if split.context_parallel > 1:
-        return "packed"
-    if split.spec == WRAPPED or (split.spec is None and wraps(config, split.context_parallel)):
+    if split.spec == WRAPPED or (split.spec is None and wraps(config)):
         return "packed"
     return "packed" if has_engine and dtype != torch.float32 else "padded"
 
@@ -59,16 +55,10 @@ class LogprobsHead:
 
     def __call__(self, model: "GPTModel", hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
         """Compute logprobs. hidden: [N, S, D], identical on tensor-parallel ranks. Collective over these ranks."""
-        shards = shard_tokens(batch, model.config)
-        positions = batch.loss_positions if shards is None else shards.source[shards.own_positions]
-        if shards is not None:
-            selected = hidden[0].index_select(0, shards.own_positions)
-        else:
-            rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
-            selected = core_rows(batch, self.layout, "").gather(rows.flatten(0, 1), positions)
-        weight = self._weight(model)
+        rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
+        positions, weight = batch.loss_positions, self._weight(model)
         found = (vocab_parallel_logprobs if isinstance(weight, DTensor) else chunked_logprobs)(
-            selected,
+            core_rows(batch, self.layout, "").gather(rows.flatten(0, 1), positions),
             weight,  # type: ignore[arg-type]
             batch.labels.index_select(0, positions),
             temperature=self.temperature,
@@ -76,10 +66,7 @@ class LogprobsHead:
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
         )
-        whole = (
-            shards.to_pack if shards is not None else partial(zeros_with, positions=positions, length=batch.num_tokens)
-        )
-        values, entropy = (None if x is None else whole(x) for x in found)
+        values, entropy = (None if x is None else zeros_with(x, positions, batch.num_tokens) for x in found)
         assert values is not None, "logprobs are always made"
         return LogProbs(values, entropy)
 
@@ -153,9 +140,6 @@ def from_last_stage(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[T
 
 
 def _inputs(batch: PackedBatch, config: "TransformerConfig", layout: Layout) -> dict[str, Any]:
-    shards = shard_tokens(batch, config)
-    if shards is not None:
-        return shards.inputs(batch)
     if layout == "packed":
         return _thd_inputs(batch, multiple=process_groups().tp.size())
     padded = PaddedRows(batch, config.tensor_model_parallel_size if config.sequence_parallel else 1)

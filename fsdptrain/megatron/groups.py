@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def process_groups() -> "ProcessGroupCollection":
     """Return the process groups of this rank.
 
-    tp, pp, cp, ep: tensor, pipeline, context and expert parallel. dp_cp: ranks with other tokens and the same shard of
-    non-expert parameters. expt_dp: ranks with the same experts.
+    tp, pp, ep: tensor, pipeline and expert parallel. dp_cp: ranks with other tokens and the same shard of non-expert
+    parameters. expt_dp: ranks with the same experts.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "ep", "dp_cp", "expt_dp"])
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "ep", "dp_cp", "expt_dp"])
 
 
 def owners(parameter: nn.Parameter, groups: "ProcessGroupCollection") -> int:
@@ -39,9 +39,7 @@ def owners(parameter: nn.Parameter, groups: "ProcessGroupCollection") -> int:
     return groups.tp.size() if whole else 1
 
 
-# Innermost (fastest) dimension first. Ranks that share packs (tensor, stage, context) are adjacent, as under FSDP.
-# Stages come before context, so that attention, which counts context ranks, and experts, which do not, have the same
-# stages.
+# Innermost (fastest) dimension first. Ranks that share packs (tensor, stage) are adjacent, as under FSDP.
 _ORDER = "tp-pp-cp-ep-dp"
 
 
@@ -65,7 +63,6 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=megatron.tensor_parallel,
             pipeline_model_parallel_size=megatron.pipeline_parallel,
-            context_parallel_size=megatron.context_parallel,
             expert_model_parallel_size=megatron.expert_parallel,
             expert_tensor_parallel_size=megatron.tensor_parallel,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),

@@ -7,11 +7,12 @@
 
 Transformer Engine fuses norms into the following matrices. These norms are removed here, so that each appears once.
 
-megatron-core gives each rank a part of the sequence: a contiguous part (sequence parallelism) of a zigzag part (context
-parallelism). The mixer is not sharded, so it receives the tokens of all these ranks, and each rank keeps its own part
-of the output (see zigzag.py for the gradients).
+Under sequence parallelism megatron-core gives each rank a contiguous part of the sequence. The mixer is not sharded, so
+it receives the tokens of all these ranks, and each rank keeps its own part of the output. Its weights get the full
+gradient on each rank. The gather with tensor_parallel_output_grad=False belongs to the scatter: other pairs give wrong
+gradients without an error.
 
-    [S / (C R), B, D] -> gather R contiguous, C zigzag parts -> [B, S, D] mixer -> slice -> [S / (C R), B, D]
+    [S / R, B, D] -> gather -> [B, S, D] mixer -> scatter -> [S / R, B, D]
 
 A pack is one row with boundaries, which attention uses. A recurrent mixer gets one row per sequence if its kernels do
 not support packed sequences. Tokens are left-aligned, so the padding on the right cannot affect them.
@@ -34,7 +35,6 @@ from fsdptrain.megatron import model as own
 from fsdptrain.megatron.cpu_shims import quiet_megatron
 from fsdptrain.megatron.local_spec import mark_sequence_parallel
 from fsdptrain.megatron.transformer_config import refuse_split_mixers
-from fsdptrain.megatron.zigzag import gather_zigzag, slice_zigzag
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, Boundaries, attention_kwargs, resolve_attention
 from fsdptrain.model.structure import base_model, decoder_layers
@@ -99,11 +99,10 @@ class HFMixer(nn.Module):
         # A tuple hides it from nn.Module, so that the angles stay in float32 when the model is cast
         self._rotary: Any = (modules.rotary_class(config=modules.config),)
         self._runs = pg_collection.tp if config.sequence_parallel else None
-        self._zigzags = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
-        hidden_states: Tensor,  # [S / (C R), B, D]; B = 1 for a pack
+        hidden_states: Tensor,  # [S / R, B, D]; B = 1 for a pack
         attention_mask: Tensor | None = None,  # causal
         *,
         packed_seq_params: "PackedSeqParams | None" = None,
@@ -115,12 +114,7 @@ class HFMixer(nn.Module):
         x, seqlens = hidden_states, None if packed_seq_params is None else _seqlens(packed_seq_params)
         if self._runs is not None:
             x = tp.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=self._runs)
-        if self._zigzags is not None:
-            assert seqlens is not None, "context parallelism always packs"
-            x = gather_zigzag(x, seqlens, self._zigzags)
         out = self._mix(x.transpose(0, 1), seqlens).transpose(0, 1)
-        if self._zigzags is not None and seqlens is not None:
-            out = slice_zigzag(out, seqlens, self._zigzags)
         return (out if self._runs is None else tp.scatter_to_sequence_parallel_region(out, group=self._runs)), None
 
     def _mix(self, x: Tensor, seqlens: Sequence[int] | None) -> Tensor:

@@ -88,8 +88,7 @@ def build_model(
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
 
-    context = transformer_config.context_parallel_size
-    layers = _spec_function(hf_config, spec, context)(transformer_config, hf_config)
+    layers = _spec_function(hf_config, spec)(transformer_config, hf_config)
     if transformer_config.deterministic_mode:
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # required by Transformer Engine's attention
     with quiet_megatron():
@@ -101,7 +100,7 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-            **rotary_options(hf_config, context),
+            **rotary_options(hf_config),
         )
     for parameter in model.parameters():  # some are created in float32; buffers, such as router biases, stay in float32
         parameter.data = parameter.data.to(transformer_config.params_dtype)
@@ -131,15 +130,11 @@ def _keep_padding(model: "GPTModel", token: int) -> None:
 def _mark_split(model: "GPTModel") -> None:
     """Mark the parameters that tensor parallelism shards.
 
-    megatron-core marks them only if it also initializes weights. Transformer Engine marks all its matrices, including
-    those of megatron-core's TELinear, which each rank holds whole; only the subclasses of TELinear are sharded.
+    megatron-core marks them only if it also initializes weights.
     """
     from megatron.core import tensor_parallel as tp
 
     for module in model.modules():
-        if type(module).__name__ == "TELinear":
-            for parameter in module.parameters(recurse=False):
-                vars(parameter)["tensor_model_parallel"] = False
         if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding):
             for parameter in module.parameters(recurse=False):
                 if not getattr(parameter, "tensor_model_parallel", False):
@@ -169,9 +164,9 @@ def _gather_rows(
     return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
 
 
-def _spec_function(hf_config: PreTrainedConfig, spec: str | None, context_parallel: int) -> Any:
+def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
     if spec is not None:
         return registry.resolve(spec, {}, flag="--megatron-spec")
-    if wraps(hf_config, context_parallel):
+    if wraps(hf_config):
         return registry.import_attribute(WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
     return layer_spec

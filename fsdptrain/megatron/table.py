@@ -27,7 +27,6 @@ _EXPERT = (
     re.compile(r"mlp\.experts\.local_experts\.(?P<id>\d+)\.(?P<part>linear_fc[12])\.weight"),  # plain
     re.compile(r"mlp\.experts\.(?P<part>linear_fc[12])\.weight(?P<id>\d+)"),  # Transformer Engine, grouped
 )
-_ROWS = Interleaved((1,))
 _COPIED = {  # in a layer
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -38,21 +37,6 @@ _COPIED = {  # in a layer
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
-}
-_LATENT = {  # DeepSeek attention: replaces some of the above
-    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
-    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
-}
-_LATENT_DOWN = {  # whole on each rank in Transformer Engine layers, sharded by rows in plain layers
-    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
-}
-_LATENT_ROWS = {
-    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
-    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
 }
 
 
@@ -122,22 +106,13 @@ def _inside(name: str, model: "GPTModel", config: PreTrainedConfig, wrapped: Map
     if expert is not None:
         names, conversion = _gated(prefix + "mlp.experts.{expert}.", expert["part"])
         return Entry(name, names, conversion, expert=int(expert["id"]))
-    if model.config.multi_latent_attention and rest in _LATENT_DOWN:
-        split = getattr(model.get_parameter(name), "tensor_model_parallel", False)
-        return Entry(name, (prefix + _LATENT_DOWN[rest],), _ROWS if split else Copy())
-    found = _of_layer(rest, prefix, model, config)
+    found = _of_layer(rest, prefix, config)
     return Entry(name, *found) if found else None
 
 
-def _of_layer(
-    rest: str, prefix: str, model: "GPTModel", config: PreTrainedConfig
-) -> tuple[tuple[str, ...], Conversion] | None:
-    latent = model.config.multi_latent_attention
-    copied = _COPIED | (_LATENT if latent else {})
-    if rest in copied:
-        return (prefix + copied[rest],), Copy()
-    if latent and rest in _LATENT_ROWS:
-        return (prefix + _LATENT_ROWS[rest],), _ROWS
+def _of_layer(rest: str, prefix: str, config: PreTrainedConfig) -> tuple[tuple[str, ...], Conversion] | None:
+    if rest in _COPIED:
+        return (prefix + _COPIED[rest],), Copy()
     owner, _, last = rest.rpartition(".")
     if owner == "self_attention.linear_qkv" and last in ("weight", "bias"):
         groups, heads = config.num_key_value_heads, config.num_attention_heads
@@ -147,7 +122,7 @@ def _of_layer(
     match = re.fullmatch(r"mlp\.(shared_experts\.)?(linear_fc[12])\.weight", rest)
     if match is None:
         return None
-    shared = "shared_experts." if latent else "shared_expert."
+    shared = "shared_experts." if "n_shared_experts" in config.to_dict() else "shared_expert."
     return _gated(f"{prefix}mlp." + (shared if match[1] else ""), match[2])
 
 

@@ -54,25 +54,12 @@ def _shared_gate_experts(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-_LATENT_EPS = 1e-6  # fixed in transformers for the norms inside latent attention
-
-
 def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
-    """DeepSeek-V3: latent attention, and a sigmoid router with a selection bias and expert groups."""
+    """DeepSeek-V3: a sigmoid router with a selection bias and expert groups. Its attention is that of transformers."""
     num_experts, top_k = _expert_choice(config)
     if not config.norm_topk_prob or top_k < 2:
         raise ConfigError(f"--backend megatron: norm_topk_prob off, or one expert a token, is not built: {_REMEDY}")
-    if config.rms_norm_eps != _LATENT_EPS:
-        raise ConfigError(
-            f"--backend megatron: a {config.model_type} with rms_norm_eps {config.rms_norm_eps} has norms of two kinds "
-            f"(latent ones keep {_LATENT_EPS}), and megatron-core one eps: {_REMEDY}"
-        )
-    return _latent_rope(config) | {
-        "q_lora_rank": config.q_lora_rank,
-        "kv_lora_rank": config.kv_lora_rank,
-        "qk_head_dim": config.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
+    return {
         "num_moe_experts": num_experts,
         "moe_router_topk": top_k,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -87,29 +74,6 @@ def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _latent_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    """RoPE of latent attention. megatron-core rotates adjacent pairs, the layout of the DeepSeek files."""
-    rope = dict(config.rope_parameters)
-    plain = {"rotary_base": rope["rope_theta"], "rope_type": "rope", "rotary_scaling_factor": 1.0}
-    if config.rope_interleave and rope["rope_type"] == "default":
-        return plain
-    if not config.rope_interleave or rope["rope_type"] != "yarn" or rope.get("attention_factor") is not None:
-        raise ConfigError(
-            f"--backend megatron does not build rope_parameters {rope}, rope_interleave {config.rope_interleave}: "
-            f"{_REMEDY}"
-        )
-    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    return plain | {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope["factor"],
-        "original_max_position_embeddings": original,
-        "beta_fast": rope.get("beta_fast") or 32,
-        "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": rope.get("mscale") or 1.0,
-        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
-    }
-
-
 @dataclass(frozen=True)
 class Family:
     """Differences of a `model_type` from a plain decoder with RMSNorm, rotary attention and a gated MLP."""
@@ -117,7 +81,6 @@ class Family:
     special: Callable[[PreTrainedConfig], dict[str, Any]] = _dense
     qk_norm: bool = False
     qkv_bias: bool = False
-    latent: bool = False  # latent attention
     wrapped: bool = False  # uses the attention module of transformers: see hf_spec.py
 
 
@@ -127,7 +90,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(_softmax_experts, qk_norm=True),
-    "deepseek_v3": Family(_deepseek, qk_norm=True, latent=True),
+    "deepseek_v3": Family(_deepseek, wrapped=True),
     "qwen3_next": Family(_shared_gate_experts, wrapped=True),
     "qwen3_5_text": Family(wrapped=True),
     "qwen3_5_moe_text": Family(_shared_gate_experts, wrapped=True),
@@ -143,13 +106,9 @@ def family_of(config: PreTrainedConfig) -> Family:
     return found
 
 
-def wraps(config: PreTrainedConfig, context_parallel: int) -> bool:
-    """Return whether the mixers are transformers modules (hf_spec.py).
-
-    This holds for models whose mixers megatron-core lacks, and for context parallelism, for which megatron-core has no
-    attention without Transformer Engine.
-    """
-    return family_of(config).wrapped or context_parallel > 1
+def wraps(config: PreTrainedConfig) -> bool:
+    """Return whether the mixers are transformers modules (hf_spec.py): megatron-core lacks those of this model."""
+    return family_of(config).wrapped
 
 
 # Independent of the model and of the parallel sizes.
@@ -188,7 +147,7 @@ def transformer_config(
     Raises ConfigError for models and parallel sizes that are not supported.
     """
     with quiet_megatron():
-        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+        from megatron.core.transformer import TransformerConfig
 
     family = family_of(config)
     _refuse_unknown(config)
@@ -203,11 +162,18 @@ def transformer_config(
     if recompute:
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if "num_moe_experts" in values:
-        values |= _of_experts(family, megatron, dtype=dtype, has_engine=has_engine)
-    _refuse_split(config, megatron, values, has_engine=has_engine, on_cpu=on_cpu)
-    kind = MLATransformerConfig if family.latent else TransformerConfig
+        exact_router = dtype == torch.float32 or "moe_router_score_function" in values  # as in transformers
+        values |= {
+            "moe_grouped_gemm": has_engine,
+            "moe_permute_fusion": False,
+            "moe_router_dtype": "fp32" if exact_router else None,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "expert_tensor_parallel_size": megatron.tensor_parallel,
+        }
+    _refuse_split(config, megatron, values, on_cpu=on_cpu)
     with quiet_megatron():
-        return kind(**values)
+        return TransformerConfig(**values)
 
 
 def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
@@ -225,39 +191,24 @@ def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _of_experts(family: Family, megatron: MegatronConfig, *, dtype: torch.dtype, has_engine: bool) -> dict[str, Any]:
-    """MoE options that do not depend on the family's router."""
-    return {
-        "moe_grouped_gemm": has_engine,
-        "moe_permute_fusion": False,
-        "moe_router_dtype": "fp32" if dtype == torch.float32 or family.latent else None,  # as in transformers
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "expert_tensor_parallel_size": megatron.tensor_parallel,
-    }
-
-
 def _of_split(megatron: MegatronConfig) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": megatron.tensor_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_parallel,
         "expert_model_parallel_size": megatron.expert_parallel,
-        "context_parallel_size": megatron.context_parallel,
         "sequence_parallel": megatron.sequence_parallel,
         "moe_token_dispatcher_type": "alltoall",
         "variable_seq_lengths": megatron.pipeline_parallel > 1,
     }
 
 
-def rotary_options(config: PreTrainedConfig, context_parallel: int) -> dict[str, Any]:
+def rotary_options(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the rotary arguments of GPTModel.
 
     Raises ConfigError for a scaling type, or scaling parameters, that megatron-core does not support.
     """
-    if wraps(config, context_parallel):
+    if wraps(config):
         return {"position_embedding_type": "none"}
-    if family_of(config).latent:
-        return {"position_embedding_type": "rope"}  # each attention has its own table: `_latent_rope`
     rope = dict(config.rope_parameters)
     options = {
         "position_embedding_type": "rope",
@@ -294,18 +245,15 @@ def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool
     if tensor > 1 and not sequence:
         raise ConfigError(
             f"--megatron-tensor-parallel {tensor}: the mixers of a {config.model_type} are modules of transformers, "
-            "which are not split: use --megatron-expert-parallel, --megatron-pipeline-parallel or "
-            "--megatron-context-parallel, or add --megatron-sequence-parallel, where each process computes them whole"
+            "which are not split: use --megatron-expert-parallel or --megatron-pipeline-parallel, or add "
+            "--megatron-sequence-parallel, where each process computes them whole"
         )
 
 
-def _refuse_split(
-    config: PreTrainedConfig, megatron: MegatronConfig, values: dict[str, Any], *, has_engine: bool, on_cpu: bool
-) -> None:
+def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, values: dict[str, Any], *, on_cpu: bool) -> None:
     """Reject parallel sizes that the model does not allow. values: options of the TransformerConfig."""
     tensor, experts, choice = megatron.tensor_parallel, megatron.expert_parallel, expert_choice(config)
-    wrapped = wraps(config, megatron.context_parallel)
-    if wrapped:
+    if wraps(config):
         refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
     widths = ["ffn_hidden_size"] * (0 in values.get("moe_layer_freq", [0]))
     widths += [name for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if name in values]
@@ -335,11 +283,6 @@ def _refuse_split(
         raise ConfigError(
             "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
             "CPUs leave one out"
-        )
-    if family_of(config).latent and tensor > 1 and not has_engine and not wrapped:
-        raise ConfigError(
-            "--megatron-tensor-parallel: megatron-core's plain latent attention loses what heads of other ranks do to "
-            f"the rotary key of a {config.model_type}: install Transformer Engine, or use --megatron-expert-parallel"
         )
 
 

@@ -17,7 +17,7 @@ from tests import families, zoo
 from tests.testing import tiny_tokenizer
 
 VOCAB_SIZE = 263  # odd: tensor parallel must pad it
-WRAPPED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # whose mixers megatron-core lacks
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}  # of transformer_config
 _PATIENCE = 900.0  # [s] of ranks for each other: their test ends sooner
 _TWO_OF_EACH = {  # of a width at which float32 has 5 digits of the gradients of A_log and dt_bias: they nearly cancel
@@ -30,7 +30,7 @@ _AXES = {"mrope_section": [2, 1, 1]}  # of Qwen3.5, which knows images
 
 
 def config(family: str, **changes: Any) -> PreTrainedConfig:
-    if family in WRAPPED:
+    if family in RECURRENT:
         found = families.config(family, **(_TWO_OF_EACH | changes))
         found.rope_parameters |= _AXES if family != "qwen3_next" else {}
         return found

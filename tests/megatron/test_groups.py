@@ -13,9 +13,7 @@ from tests.testing import spawn
 
 SPLITS: list[tuple[int, dict[str, int]]] = [
     (16, {"tensor": 2, "pipeline": 2, "expert": 2}),
-    (16, {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}),
     (16, {"pipeline": 4, "expert": 4}),
-    (8, {"context": 2, "expert": 4}),
 ]
 
 
@@ -32,7 +30,7 @@ def started(num_ranks: int, split: dict[str, int]) -> dict[str, list[list[int]]]
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
         cases.start(**{f"{name}_parallel": size for name, size in split.items()})
         own = process_groups()
-        kinds = {"tensor": own.tp, "stages": own.pp, "context": own.cp, "experts": own.ep}
+        kinds = {"tensor": own.tp, "stages": own.pp, "experts": own.ep}
         for kind, group in kinds.items():
             ranks = sorted(dist.get_process_group_ranks(group))
             found[kind] = [*found.get(kind, []), *([ranks] if ranks[0] == rank else [])]

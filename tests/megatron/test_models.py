@@ -21,9 +21,6 @@ CASES = [
     Case("qwen3_moe", {"expert_parallel": 2}, 2, renormalized=True),
     Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 2, tied=True),
     Case("qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True}, 2),
-    Case("deepseek_v3", {}),
-    Case("deepseek_v3", {"pipeline_parallel": 2}, 2),
-    Case("deepseek_v3", {"expert_parallel": 2}, 2),
     Case("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}, 4, tied=True),
     Case("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2}, 4),
     # below two ranks each have the same part of the model
@@ -35,7 +32,6 @@ FEW = [
     Case("qwen3", {}, tied=True),
     Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 2, tied=True),
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
-    Case("deepseek_v3", {"expert_parallel": 2}, 2),
 ]
 
 

@@ -22,13 +22,11 @@ def faults(folder: Path) -> dict[str, str]:
 
     from fsdptrain.megatron import conversions, table
     from fsdptrain.megatron.model import has_transformer_engine
-    from fsdptrain.megatron.report import build_report
     from fsdptrain.megatron.weights import WeightMap, hub_shapes, open_files
 
     built = cases.build(folder)
     model, stock, config, shapes = built.model, built.stock, built.stock.config, hub_shapes(built.stock)
-    report = partial(build_report, model, stock, layout="padded")
-    said: dict[str, str] = {"sound": f"{parity(config) < 1e-5}", "lines": "\n".join(report().lines)}
+    said: dict[str, str] = {"sound": f"{parity(config) < 1e-5}"}
     rare = zoo.config("qwen3", vocab_size=600, pad_token_id=599)  # beyond the vocabulary of the copy
     said["a pad token at the end"] = f"{parity(rare) < 1e-5}"
 
@@ -58,10 +56,6 @@ def faults(folder: Path) -> dict[str, str]:
 
     said["a file without it"] = cases.refusal(opened)
 
-    model.decoder.layers[1].input_layernorm.eps = 1e-5
-    said["eps"] = cases.refusal(report)
-    model.decoder.layers[1].input_layernorm.eps = config.rms_norm_eps
-
     gpt_layer_specs.HAVE_TE = True
     said["engine"] = str(has_transformer_engine())
     return said
@@ -79,8 +73,6 @@ def shifted(entry):
 def test_planted_faults_stop_the_run(tmp_path) -> None:
     (said,) = spawn(1, faults, cases.save("qwen3_moe", tmp_path / "model"))
     assert said["sound"] == "True"
-    assert "parameters " in said["lines"]
-    assert "10 shims: torch.cuda.current_device, " in said["lines"]
     assert said["a pad token at the end"] == "True"
     for dtype in ("float32", "bfloat16"):  # which hides nothing: the comparison is one of float32
         fault = said[f"keys and values swapped, torch.{dtype}"]
@@ -92,4 +84,3 @@ def test_planted_faults_stop_the_run(tmp_path) -> None:
     assert "have no place" in said["an expert that the model lacks"]
     assert "lack" in said["a file without it"]
     assert said["engine"] == "False"  # which would not compute here, though it is installed
-    assert "eps of norms is 1e-05, not 1e-06" in said["eps"]

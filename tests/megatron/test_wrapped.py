@@ -19,26 +19,20 @@ from tests.megatron import cases, wrapped_cases
 from tests.megatron.comparison import Case, Found, compared
 from tests.testing import spawn
 
-STAGES, EXPERTS, CONTEXT = {"pipeline_parallel": 2}, {"expert_parallel": 2}, {"context_parallel": 2}
+STAGES, EXPERTS = {"pipeline_parallel": 2}, {"expert_parallel": 2}
 SEQUENCE: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
-PLAIN = ("llama", "qwen2", "qwen3_moe", "deepseek_v3")  # attention is megatron-core's own, where no tokens are dealt
+FAMILIES = (*cases.RECURRENT, "deepseek_v3")
 CASES = [
-    *(Case(family, {}, 2) for family in cases.WRAPPED),  # rows
-    *(Case(family, split, 2, "packed") for family in cases.WRAPPED for split in ({}, STAGES, CONTEXT, SEQUENCE)),
-    *(
-        case
-        for family in cases.WRAPPED
-        if family != "qwen3_5_text"
-        for case in (
-            Case(family, EXPERTS, 2, "packed"),
-            Case(family, EXPERTS | CONTEXT, 2, "packed"),
-        )
-    ),
-    *(Case("qwen3_next", STAGES | more, 4, "packed") for more in (EXPERTS, CONTEXT, EXPERTS | CONTEXT)),
-    *(Case(family, CONTEXT, 2, "packed") for family in PLAIN),
-    *(Case("qwen3_moe", split, 4, "packed") for split in (CONTEXT, CONTEXT | SEQUENCE)),
+    *(Case(family, {}, 2) for family in FAMILIES),  # rows
+    *(Case(family, split, 2, "packed") for family in FAMILIES for split in ({}, STAGES, SEQUENCE)),
+    *(Case(family, EXPERTS, 2, "packed") for family in FAMILIES if family != "qwen3_5_text"),
+    Case("qwen3_next", STAGES | EXPERTS, 4, "packed"),
 ]
-FEW = [Case("qwen3_next", {}, 2), Case("qwen3_next", CONTEXT, 2, "packed"), Case("qwen3_5_text", SEQUENCE, 2, "packed")]
+FEW = [
+    Case("qwen3_next", {}, 2),
+    Case("qwen3_5_text", SEQUENCE, 2, "packed"),
+    Case("deepseek_v3", EXPERTS, 2, "packed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +84,6 @@ def test_classes_are_those_that_the_models_own_layers_have():
     ("family", "split", "layout"),
     [
         ("qwen3", {}, {"engine bf16": "packed", "engine fp32": "padded", "plain": "padded"}),
-        ("qwen3", {"context_parallel": 2}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),
-        ("qwen3", {"context_parallel": 2, "spec": "my.layers:mine"}, {"plain": "packed"}),
         ("qwen3", {"spec": WRAPPED}, {"plain": "packed"}),
         ("qwen3_next", {"spec": "my.layers:mine"}, {"engine bf16": "packed", "plain": "padded"}),
         ("qwen3_next", {}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),

@@ -8,11 +8,11 @@ from tests.e2e import command
 from tests.megatron import cases, runs
 
 SPLITS = {
-    "experts and context": (
-        *("--megatron-expert-parallel", "2", "--megatron-context-parallel", "2"),
+    "experts": ("--megatron-expert-parallel", "2"),
+    "sequence": (
+        *("--megatron-tensor-parallel", "2", "--megatron-sequence-parallel"),
         "--gradient-checkpointing",  # the gather runs again in the backward pass
     ),
-    "sequence": ("--megatron-tensor-parallel", "2", "--megatron-sequence-parallel"),
     "stages": ("--megatron-pipeline-parallel", "2"),
 }
 CLOSER = ("optim/grad_norm", "policy/entropy", "policy/ratio_mean", "reward/mean", "progress/tokens")

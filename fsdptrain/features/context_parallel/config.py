@@ -18,7 +18,7 @@ class ContextParallelConfig(Section):
         int,
         Excludes("image_key", "compile", "gradient_checkpointing_kind=selective", "offload_activations"),
         Excludes("attn_implementation=flash_attention_2|flash_attention_3", fix="use auto, varlen or sdpa"),
-        Excludes("backend=megatron", fix="use --megatron-context-parallel"),
+        Excludes("backend=megatron"),
     ] = Field(default=1, ge=1)
     """Processes over which the tokens of every pack are distributed: sequences may be that many times longer."""
 

@@ -29,9 +29,6 @@ def test_ranks_that_share_packs_are_neighbors_and_must_fit() -> None:
     assert config.pack_copies == 4
     check_world_size(config, 8)
     assert draw_grid(config, 8)[1] == "packs [0 1 2 3] [4 5 6 7]"
-    sharded = Config(hf_checkpoint="x", backend="megatron", megatron_context_parallel=2)
-    assert sharded.pack_copies == 2
-    assert draw_grid(sharded, 4)[0].startswith("4 processes = 2 replicas x 2 context")
     with pytest.raises(ConfigError, match="must divide the processes of a replica, 6"):
         check_world_size(config, 6)
     experts = Config(hf_checkpoint="x", backend="megatron", megatron_expert_parallel=4)
