@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fsdptrain.feature import Features
-    from fsdptrain.fsdp.shard_files import ShardWrite
 
 Naming = Literal["hub", "module"]
 ModelRole = Literal["policy", "reference"]
@@ -67,7 +66,7 @@ class RolloutEngine(Protocol):
 class CheckedEngine(RolloutEngine, Protocol):
     """Additional method that --verify-weight-sync needs; a custom engine may leave it out. Not collective."""
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, Mapping[str, int]]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> Mapping[str, Mapping[str, int]]:
         """`checksum` (rollout/weight_sync/checksum.py) of the tensors that the engine computes with, by the names of
         `update_weights`, for each copy of the model that this rank reads. Leaves out the `names` that it cannot read.
         """
@@ -149,8 +148,8 @@ class TrainBackend(Protocol):
         """Send the weights to `engine` without `hf_weights`. Returns False if no such path exists."""
         ...
 
-    def save(self, directory: Path, step: int) -> ShardWrite | None:
-        """Write a checkpoint. Returns its shards, which a thread may still be writing, or None."""
+    def save(self, directory: Path, step: int) -> Future[Any] | None:
+        """Write a checkpoint. Returns the write of its shards if that goes on in a thread."""
         ...
 
     def load(self, directory: Path) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-ChecksumKind = Literal["bits", "values", "multiset"]  # see rollout.weight_sync.checksum
+ChecksumKind = Literal["values", "multiset"]  # see rollout.weight_sync.checksum
 Metrics = dict[str, float]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 NO_ROUTE = -1  # in `routes`: no experts in this layer, or routing unknown; the model routes the token itself

@@ -200,7 +200,7 @@ class VLLMEngine:
         if not self._has_weights:
             raise RolloutError("vLLM has no weights: call update_weights first, also after sleep()")
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, Mapping[str, int]]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> Mapping[str, Mapping[str, int]]:
         """Of the layers that vLLM computes with; tensors that cannot be read are left out."""
         return {"the engine": self._llm.apply_model(lambda model: checksums(model, names, kind))[0]}
 

@@ -19,7 +19,7 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import has_accelerator
 from fsdptrain.rollout.embedded.engine import HFEngine
-from fsdptrain.rollout.weight_sync.storage_mismatch import SentTensors
+from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 from fsdptrain.vllm.server.weight_files import WeightFolder
 from tests import zoo
@@ -133,18 +133,18 @@ def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[
     engine = HFEngine(Path(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
     files = WeightFolder(Path(folder) / str(dist.get_rank()), max_file_bytes=100_000, with_deltas=True)
     files.write(backend.hf_weights("hub"), "run/1")
-    sent = SentTensors()
+    sent: dict[str, StartedChecksum] = {}
 
     def recorded() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in backend.hf_weights("module"):
-            sent.add(name, tensor, ["bits"])
+            sent[name] = start_checksum(tensor)
             yield name, tensor
 
     with Reads() as with_checksums, Collectives() as gathers:
         engine.update_weights(recorded(), 1)
-        found = sent.finish()
+        found = finish_checksums(sent)
         held = engine.checksums(list(found))["the engine"]
-    assert held == {name: one.checksums["bits"] for name, one in found.items()}
+    assert held == found
     with Reads() as to_files, Collectives() as gathers_to_files:
         files.write(backend.hf_weights("hub"), "run/2")
     assert not any(delta is None for delta in files.deltas)

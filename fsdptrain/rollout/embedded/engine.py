@@ -87,7 +87,7 @@ class HFEngine:
             made.update(zip(chunk, self._generate_chunk(prompts, limits, chunk, sampling, stop), strict=True))
         return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, Mapping[str, int]]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> Mapping[str, Mapping[str, int]]:
         """All `names` can be read: the replica has the trainer's names."""
         weights = self.model.state_dict()
         sums = finish_checksums({name: start_checksum(weights[name], kind) for name in weights if name in names})

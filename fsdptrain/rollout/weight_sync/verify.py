@@ -5,8 +5,9 @@ rounding explains. All others cost nothing.
 """
 
 import logging
+import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.model.loading.files import some_of
 from fsdptrain.protocols import CheckedEngine, RolloutEngine
-from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensors, classify
+from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
 from fsdptrain.types import ChecksumKind, Metrics
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class WeightVerifier:
         self._tolerance = tolerance
         self._suspicion: float | None = None  # the difference that caused it
         self._is_first = True
-        self._recorded = SentTensors()
+        self._started: dict[tuple[str, ChecksumKind], StartedChecksum] = {}  # of the weights that were sent
         self._record_seconds = 0.0
         self._metrics: Metrics = {}
 
@@ -48,11 +49,11 @@ class WeightVerifier:
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights` unchanged and keep their checksums for `verify`."""
-        self._recorded, self._record_seconds = SentTensors(), 0.0
+        self._started, self._record_seconds = {}, 0.0
         for name, tensor in weights:
             if self.is_due:
                 start = time.perf_counter()
-                self._recorded.add(name, tensor, CHECKSUM_KINDS)
+                self._started |= {(name, kind): start_checksum(tensor, kind) for kind in ("values", "multiset")}
                 self._record_seconds += time.perf_counter() - start
             yield name, tensor
 
@@ -60,27 +61,31 @@ class WeightVerifier:
         """Call after the engine took the recorded weights. Collective. RolloutError on all ranks if they differ."""
         if not self.is_due:
             return
-        start, sent, engine = time.perf_counter(), self._recorded.finish(), self._engine
+        start, sent, engine = time.perf_counter(), finish_checksums(self._started), self._engine
+        names = list(dict.fromkeys(name for name, _ in sent))
         # Several ranks may read parts of one replica together, so all ranks finish a step before any of them raises.
         with raise_on_all_ranks(RolloutError, FLAG):
-            held = engine.checksums(list(sent), "bits")
-        differing = {
-            replica: [name for name in sent if name in sums and sums[name] != sent[name].checksums["bits"]]
+            held = engine.checksums(names, "values")
+        wrong = {
+            replica: [name for name in names if name in sums and sums[name] != sent[name, "values"]]
             for replica, sums in held.items()
         }
-        otherwise: dict[str, dict[str, ChecksumKind]] = {}
-        names = sorted({name for of_rank in gather([n for ns in differing.values() for n in ns]) for name in of_rank})
-        if names and engine.weight_naming == "hub":
+        of_all_ranks = gather([name for differing in wrong.values() for name in differing])
+        suspects = sorted({name for of_rank in of_all_ranks for name in of_rank})
+        unordered = {}
+        if suspects and engine.weight_naming == "hub":  # vLLM stores some matrices in another layout
             with raise_on_all_ranks(RolloutError, FLAG):
-                found = {kind: engine.checksums(names, kind) for kind in CHECKSUM_KINDS if kind != "bits"}
-            for replica, wrong in differing.items():
-                of_replica = {kind: sums.get(replica, {}) for kind, sums in found.items()}
-                otherwise[replica] = classify(wrong, list(held[replica]), sent, lambda _, kind: of_replica[kind])  # noqa: B023 - called at once
+                unordered = engine.checksums(suspects, "multiset")
+        rearranged: set[str] = set()
         with raise_on_all_ranks(RolloutError, FLAG):
-            for replica, wrong in differing.items():
-                _require_none([n for n in wrong if n not in otherwise.get(replica, {})], replica, len(sent), version)
-        unread = len(sent) - min(map(len, held.values()), default=len(sent))
-        self._report(sorted({name for names in otherwise.values() for name in names}), unread, len(sent))
+            for replica, differing in wrong.items():
+                sums = unordered.get(replica, {})
+                same = {name for name in differing if sums.get(name) == sent[name, "multiset"]}
+                accepted = _in_every_layer(same, held[replica])
+                _require_none([name for name in differing if name not in accepted], replica, len(names), version)
+                rearranged |= accepted
+        unread = len(names) - min(map(len, held.values()), default=len(names))
+        self._report(sorted(rearranged), unread, len(names))
         self._metrics = {"perf/verify_weight_sync_s": self._record_seconds + time.perf_counter() - start}
         self._is_first, self._suspicion = False, None
 
@@ -89,11 +94,11 @@ class WeightVerifier:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _report(self, otherwise: list[str], unread: int, num_sent: int) -> None:
-        if self._is_first and otherwise:
+    def _report(self, rearranged: list[str], unread: int, num_sent: int) -> None:
+        if self._is_first and rearranged:
             log.info(
-                "%s: the engine stores %d of %d tensors in another layout or dtype, e.g. %s: their values are compared",
-                *(FLAG, len(otherwise), num_sent, some_of(otherwise)),
+                "%s: the engine stores %d of %d tensors in another layout, e.g. %s: their values are compared",
+                *(FLAG, len(rearranged), num_sent, some_of(rearranged)),
             )
         if self._is_first and unread:
             log.warning(
@@ -107,6 +112,14 @@ class WeightVerifier:
                 *(FLAG, self._suspicion, self._tolerance, 2 * self._suspicion),
             )
             self._tolerance = max(self._tolerance, 2 * self._suspicion)
+
+
+def _in_every_layer(permuted: Collection[str], readable: Iterable[str]) -> set[str]:
+    """Return the tensors of `permuted` that are permuted in every layer: a single one was scrambled in transit."""
+    by_layer: dict[str, list[str]] = {}
+    for name in readable:
+        by_layer.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)  # of all layers and all experts
+    return {name for names in by_layer.values() if len(names) > 1 and set(permuted).issuperset(names) for name in names}
 
 
 def _require_none(wrong: Sequence[str], replica: str, num_sent: int, version: int) -> None:

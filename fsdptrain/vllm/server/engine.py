@@ -133,7 +133,7 @@ class VLLMServerEngine:
             with self._changed:
                 self._num_in_flight -= 1
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, dict[str, int]]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> dict[str, dict[str, int]]:
         """By URL, of the servers that this rank reads: ranks share them. A server that is dead is left out."""
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         clients = [client for client in self.clients if client.url in self._ready]

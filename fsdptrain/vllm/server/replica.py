@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, SentTensors, classify
+from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
 from fsdptrain.types import ChecksumKind
 from fsdptrain.vllm.server.client import (
     Deadline,
@@ -63,16 +63,15 @@ async def require_weights(client: VLLMClient, weights: Weights, deadline: Deadli
 
     --verify-weight-sync covers servers that are up at a sync; this one would join later without verification.
     """
-    sent = await asyncio.to_thread(_checksums_of_files, weights.files, ["bits"])
+    sent = await asyncio.to_thread(_checksums_of_files, weights.files, "values")
     if not sent:
         return
-    held = await read_checksums(client, list(sent), "bits", deadline)
-    wrong = [name for name in sent if name in held and held[name] != sent[name].checksums["bits"]]
-    if wrong:
-        expected = await asyncio.to_thread(_checksums_of_files, weights.files, CHECKSUM_KINDS, only=wrong)
-        found = {kind: await read_checksums(client, wrong, kind, deadline) for kind in CHECKSUM_KINDS if kind != "bits"}
-        mismatches = classify(wrong, list(held), expected, lambda _, kind: found[kind])
-        wrong = [name for name in wrong if name not in mismatches]
+    held = await read_checksums(client, list(sent), "values", deadline)
+    wrong = [name for name in sent if name in held and held[name] != sent[name]]
+    if wrong:  # or stored in another layout
+        expected = await asyncio.to_thread(_checksums_of_files, weights.files, "multiset")
+        found = await read_checksums(client, wrong, "multiset", deadline)
+        wrong = [name for name in wrong if found.get(name) != expected[name]]
     if wrong:
         raise ServerGoneError(
             f"--verify-weight-sync: {client.url} was restarted and does not hold {wrong[0]} as it was sent, the first "
@@ -80,13 +79,10 @@ async def require_weights(client: VLLMClient, weights: Weights, deadline: Deadli
         )
 
 
-def _checksums_of_files(
-    files: Sequence[Path], kinds: Sequence[ChecksumKind], only: Collection[str] | None = None
-) -> Mapping[str, SentTensor]:
-    found = SentTensors()
+def _checksums_of_files(files: Sequence[Path], kind: ChecksumKind) -> dict[str, int]:
+    started = {}
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
-                if only is None or name in only:
-                    found.add(name, file.get_tensor(name), kinds)
-    return found.finish()
+                started[name] = start_checksum(file.get_tensor(name), kind)
+    return finish_checksums(started)

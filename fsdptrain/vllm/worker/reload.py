@@ -40,7 +40,7 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
         for name, tensor in weights:
             received.add(name)
             if is_quantized:
-                sums[name] = start_checksum(tensor, "bits")
+                sums[name] = start_checksum(tensor)
             yield name, tensor
 
     request_amx()

@@ -63,4 +63,4 @@ def test_a_restarted_server_with_other_weights_is_rejected(monkeypatch, weights,
 )
 def test_the_checksums_of_all_workers_are_merged(monkeypatch, workers, merged):
     monkeypatch.setitem(ANSWERS, "/collective_rpc", lambda server, body: {"results": workers})
-    assert run_in_loop(read_checksums(ScriptedServer().client, ["a", "b", "c"], "bits", Deadline(60.0))) == merged
+    assert run_in_loop(read_checksums(ScriptedServer().client, ["a", "b", "c"], "values", Deadline(60.0))) == merged

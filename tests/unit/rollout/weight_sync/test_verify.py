@@ -31,7 +31,7 @@ class Replica:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     num_reads: int = 0
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int] | None:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> dict[str, int] | None:
         if self.readable is None:
             return None
         self.num_reads += 1
@@ -46,7 +46,7 @@ class Engine(FakeRolloutEngine):
         super().__init__(lambda prompt, index: [5])
         self._replicas = replicas
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, dict[str, int]]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> dict[str, dict[str, int]]:
         read = {replica.name: replica.checksums(names, kind) for replica in self._replicas}
         return {name: sums for name, sums in read.items() if sums is not None}
 
@@ -108,13 +108,16 @@ def test_each_replica_is_compared_by_its_readable_tensors(swapped: bool, caplog:
         replica.storage = usual
 
 
-@pytest.mark.parametrize("storage", [Tensor.float, lambda tensor: tensor.t(), lambda tensor: tensor.t().float()])
+@pytest.mark.parametrize("storage", [Tensor.float, Tensor.t, lambda tensor: tensor.flip(0).float()])
 def test_a_tensor_that_is_stored_in_another_way_is_compared_by_its_values(storage: Any) -> None:
     names = ("layers.0.up.weight", "layers.1.up.weight")  # the same matrix of several layers may have another layout
     replica = Replica("one", readable=names, storage=dict.fromkeys(names, storage))
     syncs_to(replica, names=names)(0)
     replica.storage = {names[0]: storage, names[1]: lambda tensor: storage(tensor) * 2}
     with pytest.raises(RolloutError, match=r"one does not hold layers\.[01]\.up\.weight of version 3"):
+        syncs_to(replica, names=names)(3)
+    replica.storage = {names[1]: lambda tensor: tensor.flip(0)}  # of one layer only: scrambled in transit
+    with pytest.raises(RolloutError, match=r"one does not hold layers\.1\.up\.weight of version 3"):
         syncs_to(replica, names=names)(3)
 
 
