@@ -7,16 +7,13 @@ from fsdptrain.errors import ConfigError
 
 CONFIG_FILE, PROGRESS_FILE = "config.yaml", "progress.json"  # of a run, and of each checkpoint
 EXPORT = "hf"  # in the folder of a run: the exported model
-_FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+_FOLDER = re.compile(r"step_\d{8}")
 
 
-def list_checkpoints(run: Path) -> list[tuple[tuple[int, int], Path]]:
-    """Return ((step, attempt), folder) of all checkpoints of the run, oldest first."""
+def list_checkpoints(run: Path) -> list[Path]:
+    """Return the folders of all checkpoints of the run, oldest first."""
     folder = run / "checkpoints"
-    if not folder.is_dir():
-        return []
-    matches = [(match, path) for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-    return sorted(((int(match[1]), int(match[2] or 0)), path) for match, path in matches)
+    return sorted(path for path in folder.iterdir() if _FOLDER.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def is_run(path: Path) -> bool:
@@ -31,4 +28,4 @@ def newest_checkpoint(run: Path) -> Path:
         model = run / EXPORT
         exported = f"; its exported model is {model}" if model.is_dir() else ""
         raise ConfigError(f"{run} has no checkpoint in {run / 'checkpoints'}{exported}")
-    return found[-1][1]
+    return found[-1]

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
 if TYPE_CHECKING:
     from fsdptrain.fsdp.reference import ReferenceBank
-    from fsdptrain.fsdp.shard_files import HostStager, ShardWrite
+    from fsdptrain.fsdp.shard_files import HostStager
     from fsdptrain.fsdp.stash import HostStash
 
 
@@ -214,7 +215,7 @@ class FSDPBackend:
     def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [local_shard(tensor) for tensor in tensors if tensor.device.type == self.device.type]
 
-    def save(self, directory: Path, step: int) -> "ShardWrite":
+    def save(self, directory: Path, step: int) -> Future[Any] | None:
         """Save into an existing folder (see `CheckpointFolder.write`). With --async-save, shards follow in a thread."""
         from fsdptrain.fsdp.checkpoint import save_checkpoint
 

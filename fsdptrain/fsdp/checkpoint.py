@@ -3,14 +3,13 @@
 import json
 import random
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fsdptrain import platform
@@ -18,12 +17,12 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint_folder import check_manifest
 from fsdptrain.fsdp.optimizer import Optimizer
-from fsdptrain.fsdp.shard_files import HostStager, ShardWrite, read_shards, write_shards
+from fsdptrain.fsdp.shard_files import HostStager, read_shards, write_shards
 from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors
 from fsdptrain.model.structure import reshard
 
-_STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.safetensors"
-_FORMAT = 4
+_STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.json"
+_FORMAT = 5
 _REMEDY = "resume from another with --resume DIR, or start anew with --resume never"
 
 
@@ -36,13 +35,13 @@ def save_checkpoint(
     adapter: str | None = None,
     reference: Mapping[str, Tensor] | None = None,
     stager: HostStager | None = None,
-) -> ShardWrite:
+) -> Future[Any] | None:
     """Write model, optimizer and random states into the existing `directory`. Collective.
 
     Args:
         adapter: description of the adapter and its frozen weights, if only the adapter is trained and written.
         reference: the reference, if it has changed since the start of the run.
-        stager: copies the tensors; the copies are then written in a thread.
+        stager: copies the tensors; the copies are then written in a thread, and this returns its future.
     """
     reshard(model)
     tensors = _tensors(model, optimizer, only_trained=adapter is not None) | _of_reference(reference or {})
@@ -137,18 +136,16 @@ def read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save_rng(path: Path) -> None:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = cast(tuple, np.random.get_state(legacy=True))
-    tensors = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
+    kind, keys, *rest = cast(tuple, np.random.get_state(legacy=True))
+    states = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
     }
     of_device = platform.device_rng_state()
     if of_device is not None:
-        tensors["device"] = of_device
-    scalars = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
-    save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
+        states["device"] = of_device.tolist()
+    path.write_text(json.dumps(states))
 
 
 def load_rng(directory: Path) -> None:
@@ -157,15 +154,12 @@ def load_rng(directory: Path) -> None:
     if not path.exists():
         return  # more ranks than before; `read_state` detects missing files
     try:
-        with safe_open(path, framework="pt") as file:
-            scalars = json.loads(file.metadata()["scalars"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError) as error:
+        states = json.loads(path.read_text())
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(tuple(states["numpy"]))
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+        if "device" in states:
+            platform.set_device_rng_state(torch.tensor(states["device"], dtype=torch.uint8))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read ({error}): {_REMEDY}") from error
-    version, gauss = scalars["python"]
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    kind, position, has_gauss, cached = scalars["numpy"]
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(tensors["torch"])
-    if "device" in tensors:
-        platform.set_device_rng_state(tensors["device"])

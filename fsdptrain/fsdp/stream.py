@@ -1,7 +1,6 @@
 """Stream full weights out of a sharded model, layer by layer.
 
-No rank ever holds more than one decoder layer (or the embedding) in full; with `hub` names it holds only some of the
-experts of a layer.
+No rank ever holds more than one decoder layer (or the embedding) in full.
 """
 
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain import platform
 from fsdptrain.feature import NO_FEATURES, ChangeWeight, Features
@@ -18,8 +18,6 @@ from fsdptrain.model.loading.materialize import moved
 from fsdptrain.model.structure import repeated_layers, reshard
 from fsdptrain.protocols import Naming
 
-_SLICE = 1 << 28  # bytes of experts gathered at a time
-
 
 def stream_weights(
     model: PreTrainedModel,
@@ -27,27 +25,26 @@ def stream_weights(
     dtype: torch.dtype,
     naming: Naming,
     features: Features = NO_FEATURES,
-    slice_bytes: int = _SLICE,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of everything in a checkpoint, on the device of the shards. Collective.
 
     Every rank must iterate to the end. Tied weights are yielded once. `module` names are those of
-    `model.named_parameters()`. `hub` names are those of the files: the conversions of transformers split fused experts,
-    about `slice_bytes` at a time where possible. Parameters are cast to `dtype` before the gather. Buffers (such as
-    DeepSeek's routing bias) keep their dtype. Names are those of the model without the parameters that `features` add.
-    Features apply changes to weights in float32.
+    `model.named_parameters()`. `hub` names are those of the files: the conversions of transformers split fused experts.
+    Parameters are cast to `dtype` before the gather. Buffers (such as DeepSeek's routing bias) keep their dtype. Names
+    are those of the model without the parameters that `features` add. Features apply changes to weights in float32.
     """
     reshard(model)
     with features.without():
         units = _units(model)
-    if naming == "hub":
-        from fsdptrain.fsdp.hub_stream import stream_hub_names
-
-        yield from stream_hub_names(model, units, dtype=dtype, features=features, slice_bytes=slice_bytes)
-        return
     for unit in units:
-        for name, tensor in unit.items():
-            yield name, full_weight(tensor, dtype, features.export_weight(name))
+        full = ((name, full_weight(tensor, dtype, features.export_weight(name))) for name, tensor in unit.items())
+        if naming == "module":
+            yield from full
+            continue
+        gathered = dict(full)
+        with features.without():  # not across a yield: the caller may run the model
+            converted = revert_weight_conversion(model, gathered)
+        yield from converted.items()
 
 
 def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:

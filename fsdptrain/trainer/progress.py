@@ -2,8 +2,9 @@
 
 import json
 import os
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,9 +18,6 @@ from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder
 from fsdptrain.types import Metrics
-
-if TYPE_CHECKING:
-    from fsdptrain.fsdp.shard_files import ShardWrite
 
 
 class Progress:
@@ -75,15 +73,15 @@ class Progress:
         self.saved = self.step
         return written
 
-    def _write(self, directory: Path) -> "ShardWrite | None":
-        shards = self._backend.save(directory, self.step)
+    def _write(self, directory: Path) -> Future[Any] | None:
+        pending = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
             state["num_updates"] = self._num_updates
             if RUN_ID in os.environ:
                 state[RUN_ID] = os.environ[RUN_ID]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
-        return shards
+        return pending
 
     def _resume(self, folder: RunFolder) -> None:
         checkpoint, progress = folder.checkpoint, folder.progress

@@ -67,9 +67,6 @@ def stream_in_both_namings(path: str):
     module = dict(stream_weights(model, dtype=torch.float32, naming="module"))
     buffers = {name: tensor.dtype for name, tensor in stream_weights(model, dtype=torch.bfloat16, naming="module")}
     hub = dict(stream_weights(model, dtype=torch.bfloat16, naming="hub"))
-    sliced = dict(stream_weights(model, dtype=torch.bfloat16, naming="hub", slice_bytes=1))
-    assert hub.keys() == sliced.keys()
-    assert all(torch.equal(sliced[name], tensor) and sliced[name].dtype == tensor.dtype for name, tensor in hub.items())
     exact = all(torch.equal(module[name], tensor) for name, tensor in named.items())
     return exact, sorted(set(module) - set(named)), buffers, {name: tensor.dtype for name, tensor in hub.items()}
 

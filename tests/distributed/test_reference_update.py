@@ -195,7 +195,7 @@ def save_with_an_obstacle(checkpoint: str, directory: str) -> str:
 
     def save(temporary: Path) -> None:
         if dist.get_rank() == 1:
-            (temporary / "rng-00001.safetensors").mkdir()
+            (temporary / "rng-00001.json").mkdir()
         backend.save(temporary, 1)
 
     with pytest.raises(CheckpointError) as caught:

@@ -177,6 +177,9 @@ def test_a_reward_that_hangs_now_and_then_ends_the_run_before_other_ranks_miss_t
     argv += ["--reward-timeout", "6", "--dist-timeout", "44"]
     result = command.run(argv, tmp_path / "log", num_ranks=2, timeout=240)
     assert result.code == 2
-    assert "--reward: 4 late calls in one rollout took 24 s, and other ranks wait no longer" in result.err
+    assert (
+        "--reward: 4 late calls, crashes and restarts in one rollout took 24 s, and other ranks wait no longer"
+        in result.err
+    )
     assert result.err.strip().endswith("(rank 1 of 2)")
     assert "Traceback" not in result.err
