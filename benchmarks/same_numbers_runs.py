@@ -48,7 +48,6 @@ dense-launched          | dense  | 1 | --nproc-per-node 2
 steps                   | dense  | 1 |
 epochs                  | dense  | 2 | --epochs-per-rollout 2 --lr-decay-style linear --sync-check every
 schedule                | dense  | 1 | --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 0.1
-schedule-wsd            | dense  | 1 | --lr-decay-style WSD --lr-wsd-decay-iters 4 --min-lr 1e-4
 clip                    | dense  | 1 | --eps-clip 1e-3 --eps-clip-high 2e-3 --eps-clip-c 3
 opsm                    | dense  | 1 | --use-opsm --lr 1e-2 --loss-aggregation sequence_sum
 entropy                 | dense  | 1 | --entropy-coef 0.01 --logprob-chunk-size 16

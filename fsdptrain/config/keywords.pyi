@@ -114,19 +114,15 @@ class Keywords(TypedDict, total=False):
     sft_eval_generate: bool
     optimizer: str
     lr: float
-    lr_warmup_init: float
     min_lr: float
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    lr_decay_style: Literal["constant", "linear", "cosine"]
     lr_decay_iters: int | None
     lr_warmup_iters: int
     lr_warmup_fraction: float | None
-    lr_wsd_decay_iters: int | None
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"]
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
-    sgd_momentum: float
     muon_lr: float | None
     clip_grad: float
     offload_optimizer: bool

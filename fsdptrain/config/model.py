@@ -26,8 +26,8 @@ from fsdptrain.registry import suggest
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-_DECAYS = "choose linear, cosine, inverse-square-root or WSD"
-_DECAYING = "lr_decay_style=linear|cosine|inverse-square-root|WSD"
+_DECAYS = "choose linear or cosine"
+_DECAYING = "lr_decay_style=linear|cosine"
 
 
 class ModelConfig(Section):
@@ -108,11 +108,9 @@ class OptimConfig(Section):
     See docs/optimizers.md."""
     lr: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
-    lr_warmup_init: Annotated[float, Requires("lr_warmup_iters", "lr_warmup_fraction")] = Field(default=0.0, ge=0.0)
-    """Learning rate at the start of the warm-up."""
     min_lr: Annotated[float, IdleWith("lr_decay_style=constant", fix=_DECAYS)] = Field(default=0.0, ge=0.0)
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate decay."""
     lr_decay_iters: Annotated[int | None, Requires(_DECAYING, "lr_warmup_fraction")] = Field(default=None, ge=1)
     """Optimizer steps until min_lr. Default: all steps of the run."""
@@ -120,12 +118,6 @@ class OptimConfig(Section):
     """Optimizer steps of linear warm-up."""
     lr_warmup_fraction: float | None = Field(default=None, ge=0.0, lt=1.0)
     """Warm-up as a fraction of lr_decay_iters, instead of lr_warmup_iters."""
-    lr_wsd_decay_iters: Annotated[int | None, Requires("lr_decay_style=WSD")] = Field(default=None, ge=1)
-    """WSD: optimizer steps of the final decay."""
-    lr_wsd_decay_style: Annotated[
-        Literal["linear", "cosine", "exponential", "minus_sqrt"], Requires("lr_decay_style=WSD")
-    ] = "exponential"
-    """WSD: shape of the final decay."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay."""
     adam_beta1: Annotated[float, _NO_SGD] = Field(default=0.9, ge=0.0, lt=1.0)
@@ -134,8 +126,6 @@ class OptimConfig(Section):
     """Decay of the second moment."""
     adam_eps: Annotated[float, _NO_SGD] = Field(default=1e-8, gt=0.0)
     """Term added to the root of the second moment."""
-    sgd_momentum: Annotated[float, Requires("optimizer=sgd"), FSDP_ONLY, REFUSED] = Field(default=0.0, ge=0.0, lt=1.0)
-    """Momentum of --optimizer sgd. 0: no state."""
     muon_lr: Annotated[float | None, _OF_MUON, Requires("lr"), FSDP_ONLY] = Field(default=None, gt=0.0)
     """Peak learning rate of the matrices with --optimizer muon, with the schedule of --lr. Default: --lr."""
     clip_grad: float = Field(default=1.0, ge=0.0)
@@ -162,24 +152,12 @@ class OptimConfig(Section):
             )
         if self.min_lr > self.lr:
             yield f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}: it is where the decay ends, lower it"
-        if self.lr_warmup_init > self.lr:
-            init = f"--lr-warmup-init {self.lr_warmup_init:g}"
-            yield f"{init} is above --lr {self.lr:g}: it is where the warm-up begins, lower it"
         steps = self.lr_decay_iters or config.total_optimizer_steps
-        if self.lr_decay_style != "constant" and steps:
-            yield from self._decay_problems(steps)
-
-    def _decay_problems(self, steps: int) -> Iterator[Problem]:
-        if self.lr_warmup_iters >= steps:
+        if self.lr_decay_style != "constant" and steps and self.lr_warmup_iters >= steps:
             yield (
                 f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of the {steps} optimizer steps to decay in: "
                 "lower it, or use --lr-decay-style constant"
             )
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
-            usual = max(1, steps // 10)
-            yield f"--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its final decay, e.g. {usual}"
-        if (self.lr_wsd_decay_iters or 0) > steps:
-            yield f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} is more than the {steps} optimizer steps: lower it"
 
 
 class RefConfig(Section):

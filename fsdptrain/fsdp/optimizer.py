@@ -30,8 +30,6 @@ _CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_sc
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
-    "exponential": lambda x: 2.0 * 0.5**x - 1.0,
-    "minus_sqrt": lambda x: 1.0 - math.sqrt(x),
 }
 
 
@@ -40,12 +38,11 @@ def lr_schedule(config: OptimConfig, *, total_steps: int) -> Schedule:
 
     With w warm-up and d decay updates (d is --lr-decay-iters, else `total_steps`), update k, counted from 0, uses:
 
-      k <= w, w > 0   lr_warmup_init + (lr - lr_warmup_init) k/w, so that update 0 runs at lr_warmup_init
-      k > d           min_lr, in every style but `constant`, which stays at lr
-      else            min_lr + c (lr - min_lr), where c is, with x = (k - w) / (d - w),
-                      linear 1 - x; cosine (1 + cos(pi x)) / 2; WSD 1 until d - v and then, with x = (k - (d - v)) / v
-                      and v = --lr-wsd-decay-iters, also exponential 2 * 0.5^x - 1 or minus_sqrt 1 - sqrt(x)
-      inverse-square-root: max(min_lr, lr sqrt(max(w, 1) / max(k, 1)))
+      k <= w, w > 0   lr k/w, so that update 0 runs at 0
+      constant        lr
+      k > d           min_lr
+      else            min_lr + c (lr - min_lr), where c is, with x = (k - w) / (d - w), linear 1 - x; cosine
+                      (1 + cos(pi x)) / 2
 
     These are the definitions of Megatron-LM and slime. `config` must be validated.
     """
@@ -53,30 +50,19 @@ def lr_schedule(config: OptimConfig, *, total_steps: int) -> Schedule:
     warmup_steps = config.lr_warmup_iters
     if config.lr_warmup_fraction is not None:
         warmup_steps = math.floor(config.lr_warmup_fraction * decay_steps)
-    decay = _decay(config, decay_steps=decay_steps, warmup_steps=warmup_steps)
+    peak, floor = config.lr, config.min_lr
 
     def schedule(num_updates: int) -> float:
         if warmup_steps > 0 and num_updates <= warmup_steps:
-            return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * num_updates / warmup_steps
-        if num_updates > decay_steps and config.lr_decay_style != "constant":
-            return config.min_lr
-        return decay(num_updates)
+            return peak * num_updates / warmup_steps
+        if config.lr_decay_style == "constant":
+            return peak
+        if num_updates > decay_steps:
+            return floor
+        done = max(0.0, (num_updates - warmup_steps) / max(decay_steps - warmup_steps, 1))
+        return floor + (peak - floor) * DECAYS[config.lr_decay_style](done)
 
     return schedule
-
-
-def _decay(config: OptimConfig, *, decay_steps: int, warmup_steps: int) -> Schedule:
-    peak, floor = config.lr, config.min_lr
-    if config.lr_decay_style == "constant":
-        return lambda num_updates: peak
-    if config.lr_decay_style == "inverse-square-root":
-        return lambda num_updates: max(floor, peak * math.sqrt(max(warmup_steps, 1) / max(num_updates, 1)))
-    length, shape = decay_steps - warmup_steps, config.lr_decay_style
-    if config.lr_decay_style == "WSD":
-        assert config.lr_wsd_decay_iters is not None  # config/checks.py
-        length, shape = config.lr_wsd_decay_iters, config.lr_wsd_decay_style
-    start, left = decay_steps - length, DECAYS[shape]
-    return lambda num_updates: floor + (peak - floor) * left(max(0.0, (num_updates - start) / max(length, 1)))
 
 
 class Optimizer:

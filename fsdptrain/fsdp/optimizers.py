@@ -124,10 +124,5 @@ def adamw(groups: Groups, options: OptimConfig) -> torch.optim.AdamW:
 
 
 def sgd(groups: Groups, options: OptimConfig) -> torch.optim.SGD:
-    """Create SGD with --sgd-momentum. Weight decay is added to the gradient, as in torch.optim.SGD."""
-    found = torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
-    if options.sgd_momentum:
-        for group in found.param_groups:
-            for p in group["params"]:
-                found.state[p] = {"momentum_buffer": zeros_of(p)}
-    return found
+    """Create SGD without momentum. Weight decay is added to the gradient, as in torch.optim.SGD."""
+    return torch.optim.SGD(groups, lr=options.lr)

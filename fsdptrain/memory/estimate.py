@@ -255,7 +255,7 @@ class Shapes:
         if optimizer == "muon" and parameter in self._in_layers and parameter.dim() > 1:
             return (MASTER_BYTES,)
         if optimizer == "sgd":
-            return (MASTER_BYTES,) if self._config.optim.sgd_momentum > 0 else ()
+            return ()
         return (MASTER_BYTES,) * 2
 
 

@@ -97,7 +97,7 @@ CASES = {
         Case("dense", DEALT),
         Case("dense", DEALT, ADAPTER),
         Case("dense", {}, {"optimizer": "muon", "lr_decay_style": "cosine"}),
-        Case("dense", {}, {"optimizer": "sgd", "sgd_momentum": 0.9}),
+        Case("dense", {}, {"optimizer": "sgd"}),
         Case("recurrent"),
         Case("dense", is_exact=False),
         Case("dense", {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}, is_exact=False),

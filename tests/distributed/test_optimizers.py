@@ -65,7 +65,7 @@ def references(model: Any, name: str) -> list[torch.optim.Optimizer]:
         groups = [{"params": others, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
         return [torch.optim.Muon(flat, lr=2 * LR, weight_decay=DECAY, **adjust), adamw_of(groups)]
     if name == "sgd":
-        return [torch.optim.SGD(groups, lr=LR, momentum=0.9)]
+        return [torch.optim.SGD(groups, lr=LR)]
     return [adamw_of(groups)] if name == "adamw" else [nadam(groups, OptimConfig(lr=LR))]
 
 
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {  # ranks, 
     "muon, experts": (2, "muon", {"num_experts": 6}, {"muon_lr": 2 * LR}),
     "muon, experts cut along columns": (4, "muon", {"num_experts": 6}, {"muon_lr": 2 * LR}),
     "muon, replicas": (4, "muon", {"intermediate_size": 129}, {"muon_lr": 2 * LR}),
-    "sgd": (2, "sgd", {"intermediate_size": 129}, {"sgd_momentum": 0.9}),
+    "sgd": (2, "sgd", {"intermediate_size": 129}, {}),
     "a user's": (2, f"{__name__}:nadam", {"intermediate_size": 129}, {}),
 }
 
@@ -129,7 +129,7 @@ def test_steps_on_shards_are_those_of_torch_on_the_whole_model(case: str) -> Non
         assert of_experts < 2 * LR * 0.2 * 10 / 2**8
 
 
-RESUMED = {"muon": {}, "sgd": {"sgd_momentum": 0.9}, f"{__name__}:nadam": {}}
+RESUMED = {"muon": {}, "sgd": {}, f"{__name__}:nadam": {}}
 
 
 def state(backend: FSDPBackend) -> dict[str, torch.Tensor]:

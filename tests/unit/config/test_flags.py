@@ -38,7 +38,7 @@ def value(flat, *argv):
             {"think": False, "n": 3, "s": "a=b"},
         ),
         ("log_run_name", ["--log-run-name", "None", "--log-to", "wandb"], None),
-        ("lr_decay_style", ["--lr-decay-style", "inverse-square-root"], "inverse-square-root"),
+        ("lr_decay_style", ["--lr-decay-style", "cosine"], "cosine"),
         ("fsdp_reshard_after_forward", ["--fsdp-reshard-after-forward"], True),
         ("fsdp_reshard_after_forward", ["--no-fsdp-reshard-after-forward"], False),
         ("logprob_chunk_size", ["--logprob-chunk-size", "64"], 64),
