@@ -75,7 +75,6 @@ offload-activations     | dense  | 1 | {RECOMPUTED} --offload-activations
 offload-parameters      | dense  | 2 | --fsdp-cpu-offload
 offload-optimizer       | dense  | 2 | --offload-optimizer
 replicas                | dense  | 2 | --fsdp-replicate-size 2 --no-fsdp-reshard-after-forward
-load-rank0              | dense  | 2 | --load-strategy rank0
 compile                 | dense  | 1 | @slow --compile
 gemma2                  | gemma2 | 1 |
 gpt-oss                 | gptoss | 1 |

@@ -201,10 +201,8 @@ def algorithms_page() -> str:
     parts.append(KL_HEAD)
     parts += [f"| {place} | {' | '.join(cells)} |\n" for place, cells in KL_PLACES.items()]
     parts += [KL_NOTES, f"\n`--use-unbiased-kl`, in the loss: {_help('use_unbiased_kl')}\n"]
-    renewed, dtype = (_flow(RefConfig.model_fields[name].description) for name in ("update_interval", "dtype"))
-    parts.append(
-        f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n\n`--ref-dtype`: {dtype}\n"
-    )
+    renewed = _flow(RefConfig.model_fields["update_interval"].description)
+    parts.append(f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n")
     parts.append(CORRECTION_HEAD)
     parts += [
         "| `{}` | {} | {:g}, {:g} | {} |\n".format(name, _cell(c.formula), *MISMATCH_BOUNDS[name], _cell(c.source))

@@ -95,9 +95,11 @@ def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).float()
 
 
-def save_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Save `tiny_qwen3` and `tiny_tokenizer` as a sharded float32 Hugging Face checkpoint and return `directory`."""
-    tiny_qwen3(seed, **overrides).save_pretrained(directory, max_shard_size="200KB")
+def save_tiny_checkpoint(
+    directory: Path, seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """Save `tiny_qwen3` and `tiny_tokenizer` as a sharded Hugging Face checkpoint and return `directory`."""
+    tiny_qwen3(seed, **overrides).to(dtype).save_pretrained(directory, max_shard_size="200KB")
     tiny_tokenizer().save_pretrained(directory)
     return directory
 

@@ -46,7 +46,6 @@ class Keywords(TypedDict, total=False):
     hf_checkpoint: str
     backend: Literal["fsdp", "megatron"]
     trust_remote_code: bool
-    load_strategy: Literal["shard", "rank0"]
     attn_implementation: Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"]
     layout: Literal["auto", "packed", "padded"]
     bf16: bool
@@ -151,7 +150,6 @@ class Keywords(TypedDict, total=False):
     mask_offpolicy_in_partial_rollout: bool
     offload_train: bool
     ref_load: str | None
-    ref_dtype: Literal["float32", "bfloat16"]
     ref_update_interval: int | None
     output_dir: str
     num_rollout: int

@@ -42,8 +42,6 @@ class ModelConfig(Section):
     docs/megatron.md."""
     trust_remote_code: Annotated[bool, RUNS_CODE] = False
     """Run Python code from the checkpoint. Only for authors whom you trust."""
-    load_strategy: Annotated[Literal["shard", "rank0"], NEUTRAL, FSDP_ONLY] = "shard"
-    """`shard`: each rank reads its slice from the files. `rank0`: rank 0 reads all weights and broadcasts them."""
     attn_implementation: Annotated[
         Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], NEUTRAL, FSDP_ONLY
     ] = "auto"
@@ -168,20 +166,6 @@ class RefConfig(Section):
 
     load: Annotated[str | None, RL_ONLY, NEEDS_KL] = None
     """Checkpoint of the reference model, with the same shapes. Default: --hf-checkpoint."""
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        RL_ONLY,
-        NEEDS_KL,
-        Requires("@stores_reference", reason="where the reference is the model without its adapter: remove it"),
-        Excludes(
-            "fsdp_cpu_offload",
-            reason="with --fsdp-cpu-offload, where the policy would wait on the host too: leave one of them out",
-        ),
-        FSDP_ONLY,
-        TUNING,
-    ] = "float32"
-    """Dtype of the reference's weights on the host. bfloat16 takes half the memory and rounds them, which changes no
-    number if the run computes in bfloat16."""
     update_interval: Annotated[int | None, RL_ONLY, NEEDS_KL] = Field(default=None, ge=1)
     """Update the reference to the current policy every this many rollouts. Default: never. [rollouts]"""
 

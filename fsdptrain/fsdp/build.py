@@ -63,7 +63,7 @@ def load_model(
     )
     with features.without():
         offload = config.fsdp.cpu_offload
-        load_weights(model, path, strategy=config.model.load_strategy, cpu_offload=offload, dtype=stored)
+        load_weights(model, path, cpu_offload=offload, dtype=stored)
     for feature in features:
         feature.after_load(model)
     return model

@@ -136,8 +136,8 @@ class CheckpointFolder:
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Return the size of each file below `directory`, by relative name. [bytes]"""
-    files = (path for path in directory.rglob("*") if path.is_file())
+    """Return the size of each file below `directory` but the manifest, by relative name. [bytes]"""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
@@ -149,7 +149,7 @@ def check_manifest(directory: Path) -> None:
     manifest, sizes = json.loads((directory / MANIFEST).read_text()), _sizes(directory)
     broken = sorted(name for name, size in manifest.items() if sizes.get(name) != size)
     if broken:
-        raise CheckpointError(f"checkpoint {directory} is broken: {one_line(broken[0])} is missing or has another size")
+        raise CheckpointError(f"checkpoint {directory} is broken: {broken[0]} is missing or has another size")
 
 
 def sync_tree(directory: Path) -> None:

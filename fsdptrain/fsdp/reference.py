@@ -2,10 +2,6 @@
 
 It costs one shard of host memory per rank and no second model on the device or in FSDP. Swaps are bitwise exact in both
 directions. A rollout takes one swap in and one out.
-
-With --ref-dtype bfloat16 the host holds the parameters rounded to bfloat16, in half the memory, and the model computes
-with these values. There is no room on the host for the policy then: it waits on the device, in the place of its
-gradients, which do not exist while logprobs are computed.
 """
 
 import gc
@@ -27,25 +23,19 @@ from fsdptrain.model.structure import reshard
 
 
 class ReferenceBank:
-    """A host copy of the current weights of `source`. Each rank stores its own shards.
+    """A host copy of the current weights of `source`. Each rank stores its own shards."""
 
-    dtype: of wider parameters on the host. None: that of each parameter.
-    """
-
-    def __init__(self, source: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, source: nn.Module) -> None:
         reshard(source)
         self.fingerprint = fingerprint(source)
-        live, num_parameters = _live_tensors(source), len(list(source.parameters()))
-        self._bank = [_host_copy(tensor, dtype) for tensor in live[:num_parameters]]
-        self._bank += [_host_copy(tensor, None) for tensor in live[num_parameters:]]
-        self._policy: list[Tensor] | None = None  # of parameters with another dtype on the host, within `swapped_into`
+        self._bank = [_host_copy(tensor) for tensor in _live_tensors(source)]
 
     @torch.no_grad()
     def copy_from(self, model: nn.Module) -> None:
         """Copy the current weights of `model`, which is sharded like the source."""
         reshard(model)
         for live, banked in zip(_live_tensors(model), self._bank, strict=True):
-            banked.copy_(live.to(banked.dtype), non_blocking=True)
+            banked.copy_(live, non_blocking=True)
         if platform.has_accelerator():
             torch.accelerator.synchronize()  # `model` may change from here on
 
@@ -67,27 +57,18 @@ class ReferenceBank:
 
     @torch.no_grad()
     def _swap(self, model: nn.Module) -> None:
-        """Exchange model and bank tensor by tensor. Copies of the policy are allocated before any change."""
+        """Exchange model and bank tensor by tensor. Memory is allocated before any change."""
         reshard(model)
-        both = list(zip(_live_tensors(model), self._bank, strict=True))
-        pairs = [(live, banked) for live, banked in both if live.dtype == banked.dtype]
-        rounded = [(live, banked) for live, banked in both if live.dtype != banked.dtype]
+        pairs = list(zip(_live_tensors(model), self._bank, strict=True))
         scratch: dict[torch.device, Tensor] = {}
         for device in {live.device for live, _ in pairs}:
             size = max(live.nbytes for live, _ in pairs if live.device == device)
             scratch[device] = torch.empty(size, dtype=torch.uint8, device=device)
-        waiting, self._policy = self._policy, [live.clone() for live, _ in rounded] if self._policy is None else None
         for live, banked in pairs:
             policy = scratch[live.device][: live.nbytes].view(live.dtype).view(live.shape)
             policy.copy_(live)
             live.copy_(banked, non_blocking=True)
             banked.copy_(policy, non_blocking=True)
-        for number, (live, banked) in enumerate(rounded):
-            if waiting is None:
-                live.copy_(banked.to(live.device, non_blocking=True))  # converted on the device
-            else:
-                banked.copy_(live.to(banked.dtype), non_blocking=True)  # a checkpoint may have been loaded
-                live.copy_(waiting[number], non_blocking=True)
         if platform.has_accelerator():
             torch.accelerator.synchronize()  # the host may read and free the copied memory from here on
 
@@ -99,7 +80,7 @@ def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBa
     with named_in_errors("--ref-load"):
         path = resolve_checkpoint(config.ref.load)
         loaded = load_model(config, path, meshes, features=cutting)
-        bank = ReferenceBank(loaded, dtype=_host_dtype(config))
+        bank = ReferenceBank(loaded)
     del loaded
     gc.collect()  # modules and FSDP hooks form reference cycles
     return bank
@@ -113,7 +94,7 @@ def choose_bank(
     Raises CheckpointError if `loaded` has other shapes than `model`.
     """
     if loaded is None:
-        return ReferenceBank(model, dtype=_host_dtype(config)) if config.stores_reference else None
+        return ReferenceBank(model) if config.stores_reference else None
     with features.without():
         own = fingerprint(model)
     if loaded.fingerprint != own:
@@ -124,16 +105,10 @@ def choose_bank(
     return loaded
 
 
-def _host_dtype(config: Config) -> torch.dtype | None:
-    return torch.bfloat16 if config.ref.dtype == "bfloat16" else None
-
-
 def _live_tensors(model: nn.Module) -> list[Tensor]:
     """Return this rank's shards and buffers. A tied weight appears once."""
     return [local_shard(tensor) for tensor in [*model.parameters(), *model.buffers()]]
 
 
-def _host_copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    narrower = dtype is not None and tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize
-    host = torch.empty(tensor.shape, dtype=dtype if narrower else tensor.dtype, pin_memory=platform.has_accelerator())
-    return host.copy_(tensor)
+def _host_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=platform.has_accelerator()).copy_(tensor)

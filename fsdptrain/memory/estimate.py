@@ -33,9 +33,7 @@ Parts = dict[str, int]  # bytes by purpose
 
 _CHANGES: tuple[Mapping[str, Any], ...] = (  # single changes that take less memory, fastest first
     {"async_save": False},
-    {"load_strategy": "shard"},
     {"offload_optimizer": True},
-    {"ref_dtype": "bfloat16"},
     {"fsdp_reshard_after_forward": True},
     {"logprob_chunk_size": 512},
     {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
@@ -143,8 +141,6 @@ def estimate(model: PreTrainedModel, config: Config, machine: Machine) -> Estima
     if config.sync.offload_train:
         away = {name: size for name, size in state.items() if name != "gradients"}
         on_host["the trainer, while the engine generates"] = ranks * size_of(away)
-    if config.model.load_strategy == "rank0":
-        on_host["rank 0's whole copy"] = MASTER_BYTES * sum(p.numel() for p in model.parameters())
     return Estimate(state | shapes.gathered() | activations, generation, on_host, machine)
 
 
@@ -208,8 +204,7 @@ class Shapes:
         """Return the bytes of a rank's copies on the host: of the reference and of a checkpoint in writing."""
         found, config = Parts(), self._config
         if config.stores_reference:
-            stored = self._itemsize if self._has_adapter else MASTER_BYTES
-            width = min(stored, 2 if config.ref.dtype == "bfloat16" else MASTER_BYTES)
+            width = self._itemsize if self._has_adapter else MASTER_BYTES
             of_policy = [p for p in self._parameters if not (self._has_adapter and p.requires_grad)]
             sizes = [width * self.shard(p) for p in of_policy]
             found["the reference"] = _rounded(sizes) if pinned else sum(sizes)

@@ -21,7 +21,6 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.attention.masks import SkipMaskCreation
-from fsdptrain.model.attention.rope import refuse_both_sides, rope_switch
 from fsdptrain.model.logit_passes import HeadTransform
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.rows import Layout, Rows, core_rows
@@ -76,7 +75,6 @@ class PolicyForward:
         self._stock_forward = model.forward
         self._features = features
         self._head_transform = head_transform(model.config)
-        self._rope_switch = rope_switch(model.config)
         self._pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # some configs lack the key
         self._skip_mask_creation = SkipMaskCreation(PACKAGE_ATTENTION)
         self._logprobs = partial(features.logprobs_function(chunked_logprobs), chunk_size=chunk_size)
@@ -93,8 +91,6 @@ class PolicyForward:
         with_head: bool = True,
         stock_head: bool = False,
     ) -> dict[str, Tensor]:
-        if self._rope_switch is not None:
-            refuse_both_sides(batch, self._rope_switch)
         features, attention = self._features, str(self._model.config._attn_implementation)
         rows = features.rows(batch, layout, attention) or core_rows(batch, layout, attention)
         inputs = rows.inputs(pad_token_id=self._pad_token_id)

@@ -1,7 +1,9 @@
 """Small sharded models: the same weights on any number of ranks, with and without a loader."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.model.loading import meta
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.model.structure import reshard
 from tests.testing import tiny_qwen3
@@ -18,13 +21,17 @@ SHARDING: dict[str, Any] = {"cpu_offload": False, "reshard_after_forward": True}
 
 
 def load_sharded(
-    path: Path | str, *, weights: Path | str | None = None, replicas: int = 1, strategy: str = "shard", **options: bool
+    path: Path | str, *, weights: Path | str | None = None, replicas: int = 1, whole: bool = False, **options: bool
 ) -> PreTrainedModel:
-    """Load the checkpoint `path` in float32, with `weights` of another one. `options` are those of SHARDING."""
+    """Load the checkpoint `path` in float32, with `weights` of another one. `options` are those of SHARDING.
+
+    whole: rank 0 reads whole tensors.
+    """
     model = build_meta_model(Path(path), trust_remote_code=False, attn_implementation="eager").eval()
     options = SHARDING | options
     shard_model(model, build_mesh(replicas), compute_dtype=torch.float32, **options)
-    load_weights(model, Path(weights or path), strategy=strategy, cpu_offload=options["cpu_offload"])
+    with mock.patch.object(meta, "_read_shards", return_value=False) if whole else nullcontext():
+        load_weights(model, Path(weights or path), cpu_offload=options["cpu_offload"])
     return model
 
 

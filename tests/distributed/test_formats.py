@@ -25,7 +25,7 @@ from fsdptrain.model.structure import decoder_layers
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.tensors import load_files
-from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from tests.testing import spawn, tiny_tokenizer
 
 from .sharded import full, load_sharded
 
@@ -133,13 +133,6 @@ def as_fp8(folder: Path) -> None:
     _quantize(folder, weights, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"})
 
 
-def as_pickle(folder: Path) -> None:
-    model = zoo.build("qwen3")
-    model.save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-
-
 def _quantize(folder: Path, weights: dict, how: dict) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -148,7 +141,7 @@ def _quantize(folder: Path, weights: dict, how: dict) -> None:
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(as_mxfp4, r"quantized \(mxfp4\)"), (as_fp8, r"quantized \(fp8\)"), (as_pickle, r"pickles \(\.bin\)")],
+    [(as_mxfp4, r"quantized \(mxfp4\)"), (as_fp8, r"quantized \(fp8\)")],
 )
 def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, words, tmp_path):
     folder = tmp_path / "given"
@@ -170,17 +163,9 @@ def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, w
         assert torch.equal(expected[name].float(), tensor), name
 
 
-def test_gguf_and_small_floats_are_refused_with_the_way_out(tmp_path):
+def test_gguf_is_refused_with_the_way_out(tmp_path):
     gguf = tmp_path / "model-Q4_K_M.gguf"
     gguf.write_bytes(b"GGUF")
-    folder = save_tiny_checkpoint(tmp_path / "fp8 without a word in its config")
-    weights = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_files(folder).items()}
-    for file in folder.glob("model*"):
-        file.unlink()
-    save_file(weights, folder / "model.safetensors")
-    copied = f"GGUF.*gguf_file={gguf.name!r}"
-    for name, words in ((gguf, copied), (tmp_path, copied), ("mine/model.gguf", "GGUF"), (folder, "F8_E4M3")):
-        with pytest.raises(CheckpointError, match=words) as caught:
+    for name in (gguf, tmp_path, "mine/model.gguf"):
+        with pytest.raises(CheckpointError, match=r"GGUF.*train the model that it was made from"):
             resolve_checkpoint(str(name))
-        assert "train the model that it was made from" in str(caught.value)
-        assert "\n" not in str(caught.value)

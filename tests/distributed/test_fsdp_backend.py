@@ -247,7 +247,7 @@ def held(tensors: list[torch.Tensor]) -> int:
 
 
 def offload_between_steps(checkpoint: str):
-    backend = FSDPBackend(config(checkpoint, load_strategy="rank0"), total_steps=10)  # no storage is a file's
+    backend = FSDPBackend(config(checkpoint), total_steps=10)
     packs = packs_of_this_rank(samples(), 128)
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     before = full_state(backend._model)
@@ -265,7 +265,8 @@ def offload_between_steps(checkpoint: str):
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_offload_and_onload_change_nothing(checkpoint):
+def test_offload_and_onload_change_nothing(tmp_path):
+    checkpoint = str(save_tiny_checkpoint(tmp_path, dtype=torch.bfloat16))  # no storage is a file's
     assert all(spawn(2, offload_between_steps, checkpoint))  # the mechanism itself: test_fsdp_shards.py
 
 

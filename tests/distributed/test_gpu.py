@@ -38,7 +38,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "compile": {"compile": True},
     "compile and checkpointing": {"compile": True, "gradient_checkpointing": True},
     "no resharding": {"fsdp_reshard_after_forward": False},
-    "rank 0 loads": {"load_strategy": "rank0"},
 }
 HALF: dict[str, dict[str, Any]] = {
     "bf16, varlen": {"bf16": True, "attn_implementation": "varlen"},

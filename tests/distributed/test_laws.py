@@ -43,7 +43,7 @@ METRICS = 1e-4  # float32
 NUM_STEPS = 2
 SMALL_PACKS = 96  # several for each rank
 MEMORY = {"gradient_checkpointing", "gradient_checkpointing_kind"}
-MEMORY |= {"offload_activations", "offload_optimizer", "load_strategy"}
+MEMORY |= {"offload_activations", "offload_optimizer"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family and changes
     "dense": ("qwen3", {}),
     "tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": zoo.VOCAB_SIZE + 1}),  # uneven
@@ -92,7 +92,7 @@ CASES = {
     2: [
         Case("dense"),
         Case("dense", {"layout": "padded", "fsdp_reshard_after_forward": False}),
-        Case("dense", {"fsdp_cpu_offload": True, "load_strategy": "rank0"}),
+        Case("dense", {"fsdp_cpu_offload": True}),
         Case("tied", SPLIT),
         Case("dense", DEALT),
         Case("dense", DEALT, ADAPTER),

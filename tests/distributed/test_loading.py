@@ -34,20 +34,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("strategy", ["shard", "rank0"])
-def test_two_ranks_hold_the_plain_model(strategy: str, checkpoints: Path):
-    for differences in spawn(2, _differences, checkpoints, FEW, strategy):
+@pytest.mark.parametrize("whole", [False, True])
+def test_two_ranks_hold_the_plain_model(whole: bool, checkpoints: Path):
+    for differences in spawn(2, _differences, checkpoints, FEW, whole):
         assert differences == _nothing(FEW)
 
 
 def test_two_replicas_of_two_shards_hold_the_plain_model(checkpoints: Path):
-    for differences in spawn(4, _differences, checkpoints, HSDP, "shard", 2):
+    for differences in spawn(4, _differences, checkpoints, HSDP, False, 2):
         assert differences == _nothing(HSDP)
 
 
 def test_offloaded_shards_hold_the_plain_model(checkpoints: Path):
     names = ("qwen2", "qwen3_moe", "gpt2")
-    for differences in spawn(2, _differences, checkpoints, names, "shard", 1, True):
+    for differences in spawn(2, _differences, checkpoints, names, False, 1, True):
         assert differences == _nothing(names)
 
 
@@ -59,11 +59,10 @@ def test_a_rank_without_experts_does_not_exist(tmp_path: Path):
         assert columns == {name: {2} for name in FEW_EXPERTS}
 
 
-@pytest.mark.parametrize("strategy", ["shard", "rank0"])
-def test_masters_are_float32_whatever_lies_on_disk(strategy: str, tmp_path: Path):
+def test_masters_are_float32_whatever_lies_on_disk(tmp_path: Path):
     for dtype in (torch.bfloat16, torch.float16):
         zoo.build("qwen2").to(dtype).save_pretrained(tmp_path / str(dtype))  # half of the bytes, and rounded
-    for differences in spawn(2, _upcast_differences, tmp_path, strategy):
+    for differences in spawn(2, _upcast_differences, tmp_path):
         assert differences == {"torch.bfloat16": [], "torch.float16": []}
 
 
@@ -78,11 +77,11 @@ def _nothing(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _differences(
-    root: Path, names: tuple[str, ...], strategy: str, replicas: int = 1, cpu_offload: bool = False
+    root: Path, names: tuple[str, ...], whole: bool, replicas: int = 1, cpu_offload: bool = False
 ) -> dict[str, list[str]]:
     return {
         name: _compare(
-            load_sharded(root / name, strategy=strategy, replicas=replicas, cpu_offload=cpu_offload),
+            load_sharded(root / name, whole=whole, replicas=replicas, cpu_offload=cpu_offload),
             zoo.build(name, attn_implementation="eager"),
         )
         for name in names
@@ -99,14 +98,14 @@ def _few_experts(root: Path) -> tuple[dict[str, list[str]], dict[str, set[int]]]
     return differences, columns
 
 
-def _upcast_differences(root: Path, strategy: str) -> dict[str, list[str]]:
+def _upcast_differences(root: Path) -> dict[str, list[str]]:
     differences = {}
     for dtype in (torch.bfloat16, torch.float16):
         plain = zoo.build("qwen2", attn_implementation="eager")
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.copy_(parameter.to(dtype))
-        differences[str(dtype)] = _compare(load_sharded(root / str(dtype), strategy=strategy), plain)
+        differences[str(dtype)] = _compare(load_sharded(root / str(dtype)), plain)
     return differences
 
 

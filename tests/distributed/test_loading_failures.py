@@ -77,9 +77,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("strategy", ["shard", "rank0"])
-def test_every_rank_gets_the_same_error(strategy: str, folders: Path):
-    first, second = spawn(2, _errors, folders, list(BREAKAGES), strategy)
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_rank_gets_the_same_error(whole: bool, folders: Path):
+    first, second = spawn(2, _errors, folders, list(BREAKAGES), whole)
     assert first == second
     for name, (_, words) in BREAKAGES.items():
         kind, message = first[name]
@@ -87,13 +87,12 @@ def test_every_rank_gets_the_same_error(strategy: str, folders: Path):
         assert "--hf-checkpoint" in message
 
 
-@pytest.mark.parametrize("strategy", ["shard", "rank0"])
-def test_a_checkpoint_of_another_shape_is_refused(strategy: str, folders: Path):
-    first, second = spawn(2, _shape_error, folders, strategy)
+def test_a_checkpoint_of_another_shape_is_refused(folders: Path):
+    first, second = spawn(2, _shape_error, folders)
     assert first == second
     assert first[0] == "CheckpointError"
     assert "\n" not in first[1]
-    assert strategy == "rank0" or "of another shape than config.json says" in first[1]
+    assert "of another shape than config.json says" in first[1]
 
 
 def test_one_rank_with_a_broken_disk_stops_all(folders: Path):
@@ -106,10 +105,9 @@ def test_one_rank_with_a_broken_disk_stops_all(folders: Path):
     assert "good" not in first
 
 
-@pytest.mark.parametrize("strategy", ["shard", "rank0"])
-def test_buffers_in_another_order_or_dtype_stop_all_ranks_together(strategy: str, folders: Path):
+def test_buffers_in_another_order_or_dtype_stop_all_ranks_together(folders: Path):
     """A defect of slime's backend: a broadcast in the order of each rank's own buffers deadlocks, or mixes them up."""
-    for messages in spawn(2, _errors_of_changed_buffers, folders / "good", strategy):
+    for messages in spawn(2, _errors_of_changed_buffers, folders / "good"):
         assert all("is not the same on all ranks" in message for message in messages), messages
 
 
@@ -139,25 +137,25 @@ def test_code_of_a_checkpoint_runs_only_when_asked_for(folders: Path, tmp_path: 
     assert not ran.exists()
 
 
-def _errors(root: Path, names: list[str], strategy: str) -> dict[str, tuple[str, str]]:
+def _errors(root: Path, names: list[str], whole: bool) -> dict[str, tuple[str, str]]:
     errors = {}
     for name in names:
         try:
-            load_sharded(root / "good", weights=root / name, strategy=strategy)
+            load_sharded(root / "good", weights=root / name, whole=whole)
         except FsdptrainError as error:
             errors[name] = (type(error).__name__, str(error))
     return errors
 
 
-def _shape_error(root: Path, strategy: str) -> tuple[str, str]:
+def _shape_error(root: Path) -> tuple[str, str]:
     try:
-        load_sharded(root / "another shape", strategy=strategy)
+        load_sharded(root / "another shape")
     except FsdptrainError as error:
         return type(error).__name__, str(error)
     return "", ""
 
 
-def _errors_of_changed_buffers(path: Path, strategy: str) -> list[str]:
+def _errors_of_changed_buffers(path: Path) -> list[str]:
     found = []
     for change in (lambda items: dict(reversed(items)), lambda items: {name: x.half() for name, x in items}):
         model = build_meta_model(path, trust_remote_code=False, attn_implementation="eager")
@@ -168,7 +166,7 @@ def _errors_of_changed_buffers(path: Path, strategy: str) -> list[str]:
             owner._buffers.clear()
             owner._buffers.update(buffers)
         try:
-            load_weights(model, path, strategy=strategy)
+            load_weights(model, path)
             found.append("")
         except FsdptrainError as error:
             found.append(str(error))

@@ -43,14 +43,14 @@ def hub(tmp_path_factory) -> Path:
 
 ROUNDED = 4 * torch.finfo(torch.float32).eps  # gradients of adapters are float32
 OF_ROUNDING = 4.0  # times the error of a merge by peft in float32
-OFFLOADED = "2 ranks, cpu offload, rank0"  # with checkpointing bitwise: test_laws.py
+OFFLOADED = "2 ranks, cpu offload"  # with checkpointing bitwise: test_laws.py
 WAYS = {
     "1 rank": (1, ["dense", "tied", "experts"], {}),
     "2 ranks": (2, list(CASES), {}),
     OFFLOADED: (
         2,
         ["experts", "transposed"],
-        {"fsdp_cpu_offload": True, "load_strategy": "rank0"},
+        {"fsdp_cpu_offload": True},
     ),
 }
 

@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from fsdptrain import Config, Trainer
 from fsdptrain.algo.losses import LOSSES
@@ -17,13 +15,11 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.reference import ReferenceBank
-from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.loop import TrainingLoop
 from tests.exact import Exact, backends_in_float64
 from tests.testing import save_tiny_checkpoint, spawn
 
-from .sharded import full_state
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples
 
 
@@ -83,10 +79,7 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-ROUNDED = {"ref_dtype": "bfloat16", "bf16": True}  # the policy is rounded alike when it computes
-
-
-@pytest.mark.parametrize("values", [{"fsdp_cpu_offload": True}, ROUNDED])
+@pytest.mark.parametrize("values", [{"fsdp_cpu_offload": True}])
 def test_the_reference_is_the_policy_of_the_update_and_is_resumed_bitwise(
     checkpoint: str, tmp_path: Path, values: dict
 ) -> None:
@@ -120,39 +113,6 @@ def test_another_number_of_ranks_resumes_the_reference_and_a_run_without_kl_igno
     [(policy, _, held)] = spawn(1, in_float64, load, checkpoint, str(tmp_path), {"kl_loss_coef": 0.0})
     assert torch.equal(policy, still)
     assert not held
-
-
-def rounded(checkpoint: str, rounded_checkpoint: str) -> tuple[list[torch.Tensor], ...]:
-    """Scores by a reference in bfloat16 and by the rounded model; by the policy before and after two swaps, of which
-    one fails."""
-    options = {"kl_loss_coef": 0.1, "adam_eps": 0.01}
-    backend = FSDPBackend(config(checkpoint, ref_dtype="bfloat16", **options), total_steps=10)
-    bank, own = backend._bank._bank, list(backend.model.parameters())
-    assert sum(x.nbytes for x in bank[: len(own)]) * 2 == sum(local_shard(x).nbytes for x in own)
-    assert [x.dtype for x in bank[len(own) :]] == [
-        x.dtype for x in backend.model.buffers()
-    ]  # e.g. of rotary embeddings
-    train(backend)
-    before, weights = scores(backend, "policy"), full_state(backend.model)
-    with pytest.raises((IndexError, RuntimeError)):
-        [pack, *_] = packs_of_this_rank(samples(), 128)
-        backend.compute_logprobs([replace(pack, labels=torch.full_like(pack.labels, 10**6))], "reference")
-    reference = scores(backend, "reference")
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in full_state(backend.model).items())
-    assert backend._bank._policy is None, "the copies on the device are freed"
-    stock = FSDPBackend(config(rounded_checkpoint), total_steps=10)
-    return reference, scores(stock, "policy"), before, scores(backend, "policy")
-
-
-def test_a_reference_in_bfloat16_has_the_rounded_weights_and_the_policy_comes_back_bitwise(
-    checkpoint: str, tmp_path: Path
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float()
-    model.save_pretrained(tmp_path)
-    for reference, stock, before, after in spawn(2, rounded, checkpoint, str(tmp_path)):
-        assert torch.equal(reference, stock)
-        assert torch.equal(before, after)
-        assert not torch.equal(reference, after)
 
 
 def train_counted(checkpoint: str, directory: str) -> list[int]:

@@ -68,7 +68,7 @@ def _sharded(path: Path, *, dtype: torch.dtype = torch.float32, **options: bool)
     stored = torch.promote_types(dtype, torch.float32)
     store_in(model, stored)
     shard_model(model, build_mesh(1), compute_dtype=dtype, **options)
-    load_weights(model, path, strategy="shard", cpu_offload=options["cpu_offload"], dtype=stored)
+    load_weights(model, path, cpu_offload=options["cpu_offload"], dtype=stored)
     return model
 
 

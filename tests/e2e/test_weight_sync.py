@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdptrain import Config, Trainer
 from fsdptrain.errors import RolloutError
@@ -12,6 +13,7 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.rollout.embedded.engine import HFEngine
 from tests.e2e import command
 from tests.e2e.engines import CALLS
+from tests.testing import save_tiny_checkpoint
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
 
@@ -78,11 +80,12 @@ def test_a_rank_that_hangs_in_its_engine_ends_the_run_and_leaves_the_stacks_of_a
     assert "in wait_in_vain" in (stacks / "rank1.txt").read_text()
 
 
-def test_offload_train_changes_no_bit(checkpoint: Path, tmp_path: Path) -> None:
+def test_offload_train_changes_no_bit(tmp_path: Path) -> None:
     """On two ranks, with a reference, evaluations, and checkpoints between the rollouts."""
+    checkpoint = save_tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # no storage is a file's
     written = {}
     for name, more in {"stays": [], "leaves": ["--offload-train"]}.items():
-        argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--num-rollout", "3", "--load-strategy", "rank0"]
+        argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--num-rollout", "3"]
         argv += ["--save-interval", "1", "--eval-interval", "1", "--kl-loss-coef", "0.1", *more]
         argv += ["--keep-last", "1", "--output-dir", str(tmp_path / name)]
         result = command.run(argv, tmp_path / f"{name}.log", num_ranks=2)
@@ -95,7 +98,7 @@ def test_offload_train_changes_no_bit(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_offload_train_frees_the_weights_during_generation_only(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[bool] = []
     built: list[int] = []
@@ -118,7 +121,8 @@ def test_offload_train_frees_the_weights_during_generation_only(
     monkeypatch.setattr(HFEngine, "__init__", built_beside)
     monkeypatch.setattr(FSDPBackend, "offload", offloaded)
     monkeypatch.setattr(HFEngine, "generate", generated)
-    options = {"offload_train": True, "load_strategy": "rank0", "rollout_engine": "hf", "eval_size": 2}
+    checkpoint = save_tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # no storage is a file's
+    options = {"offload_train": True, "rollout_engine": "hf", "eval_size": 2}
     calls(checkpoint, tmp_path, num_rollout=1, n_samples_per_prompt=2, **options)
     assert held == [False] * 3  # an evaluation, a rollout, an evaluation
     assert built == [0]  # bytes of the optimizer on the device

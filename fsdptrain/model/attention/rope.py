@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
-from fsdptrain.errors import ConfigError, NumericsError
-from fsdptrain.types import PackedBatch
+from fsdptrain.errors import ConfigError
 
 
 class Switch(NamedTuple):
@@ -41,15 +40,4 @@ def check_longest(config: PreTrainedConfig, longest: int) -> None:
             f"--hf-checkpoint: beyond {switch.tokens} tokens this model ({switch.kind}) rotates a whole pack by other "
             f"frequencies, and here a sequence may have {longest}: let --rollout-max-prompt-len and "
             f"--rollout-max-response-len be {switch.tokens} together, or --max-tokens-per-gpu {switch.tokens}"
-        )
-
-
-def refuse_both_sides(batch: PackedBatch, switch: Switch) -> None:
-    """Raise NumericsError if the sequences of a pack would get other frequencies than each alone."""
-    beyond = batch.max_seqlen > switch.tokens
-    if beyond and (switch.kind == "dynamic" or min(batch.seqlens) <= switch.tokens):
-        raise NumericsError(
-            f"a pack holds sequences of {min(batch.seqlens)} and {batch.max_seqlen} tokens, and beyond {switch.tokens} "
-            f"this model ({switch.kind}) rotates all of them by other frequencies: keep prompts and responses within "
-            f"{switch.tokens} tokens by --rollout-max-prompt-len and --rollout-max-response-len"
         )

@@ -11,12 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.loading.formats import (
-    read_config,
-    refuse_other_dtypes,
-    refuse_pickles,
-    with_config,
-)
+from fsdptrain.model.loading.formats import read_config, with_config
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +65,7 @@ def weight_files(path: Path) -> list[Path]:
     for file in files:
         try:
             with safe_open(file, framework="pt"):  # compares the header with the file size
-                refuse_other_dtypes(file)
+                pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"--hf-checkpoint {path}: {file.name} is broken ({error}): download or copy it again"
@@ -83,10 +78,9 @@ def _named_files(path: Path) -> list[Path]:
         return [path / "model.safetensors"]
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        refuse_pickles(path)
         raise CheckpointError(
-            f"--hf-checkpoint {path} has neither model.safetensors nor {index.name}; "
-            "other formats can be converted by transformers' save_pretrained"
+            f"--hf-checkpoint {path} has neither model.safetensors nor {index.name}; other formats, such as pickles "
+            "(.bin), can be converted by transformers' save_pretrained"
         )
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -1,13 +1,11 @@
 """Reject checkpoint formats that cannot be trained before loading them, with a suggested fix."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from fsdptrain.errors import CheckpointError
 
-_NOT_TRAINED = re.compile(r"F4|F6|F8")  # safetensors dtypes whose separate scales would be lost
 _DEQUANTIZED_BY = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}  # config classes of transformers
 _SOURCE = "train the model that it was made from, which its card names"
 
@@ -38,22 +36,10 @@ def with_config(path: Path) -> Path:
 
 def refuse_gguf(path: Path) -> None:
     """Raise CheckpointError if the --hf-checkpoint `path` has only GGUF weights."""
-    found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    found = path.suffix == ".gguf" or any(path.glob("*.gguf"))
     if found and not any(path.glob("*.safetensors")):
-        loading = f"gguf_file={found[0].name!r}, dtype='bfloat16'"
         raise CheckpointError(
-            f"--hf-checkpoint {path} is a GGUF file, which holds quantized weights for inference: {_SOURCE}; or "
-            f"pip install gguf, and write a copy once, by {_copy(found[0].parent, loading)}"
-        )
-
-
-def refuse_pickles(path: Path) -> None:
-    """Raise CheckpointError for a folder of pytorch_model.bin: unpickling can run code."""
-    if any(path.glob("pytorch_model*.bin*")):
-        command = _copy(path, "dtype='auto', weights_only=True")
-        raise CheckpointError(
-            f"--hf-checkpoint {path} holds its weights as pickles (.bin), which are read whole, and can run code as "
-            f"they are: write them as safetensors once, by {command}"
+            f"--hf-checkpoint {path} is a GGUF file, which holds quantized weights for inference: {_SOURCE}"
         )
 
 
@@ -74,27 +60,9 @@ def refuse_quantized(path: Path) -> None:
     )
 
 
-def refuse_other_dtypes(file: Path) -> None:
-    """Raise CheckpointError for weights in 8-bit or smaller floats or in integers, regardless of the config."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        is_integer = entry["dtype"][0] in "IU" and name.endswith(
-            ".weight"
-        )  # others may be buffers, as attn.bias of GPT-2
-        if is_integer or _NOT_TRAINED.match(entry["dtype"]):
-            raise CheckpointError(
-                f"--hf-checkpoint {file.parent}: {file.name} holds {name} in {entry['dtype']}, a quantized form: "
-                f"weights must be bfloat16, float16 or float32 to be trained: {_SOURCE}"
-            )
-
-
-def _copy(path: Path, loading: str, *saving: str) -> str:
+def _copy(path: Path, loading: str, saving: str) -> str:
     """Return a command that writes model and tokenizer to a new folder."""
     source, target = str(path), f"{path.resolve().name}-copy"
     load = f"t.AutoModelForCausalLM.from_pretrained({source!r}, {loading})"
     tokenizer = f"t.AutoTokenizer.from_pretrained({source!r}).save_pretrained({target!r})"
-    saved = f"save_pretrained({', '.join([repr(target), *saving])})"
-    return f'python -c "import transformers as t; {load}.{saved}; {tokenizer}"'
+    return f'python -c "import transformers as t; {load}.save_pretrained({target!r}, {saving}); {tokenizer}"'

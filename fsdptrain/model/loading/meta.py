@@ -3,7 +3,7 @@
     path = resolve_checkpoint("Qwen/Qwen3-4B")      # downloads once per node
     model = build_meta_model(path, ...)             # no memory
     shard_model(model, mesh, ...)                   # fsdp/wrap.py; optional
-    load_weights(model, path, strategy="shard")     # each rank reads its own slices
+    load_weights(model, path)                       # each rank reads its own slices
 
 All functions are collective and fail on all ranks together. `shard_reader.py` uses private functions of transformers,
 the reader behind `from_pretrained`, and is limited to the versions in `TESTED_TRANSFORMERS`.
@@ -26,7 +26,7 @@ from transformers import (
 
 from fsdptrain import platform
 from fsdptrain.distributed import one_line, raise_on_all_ranks, require_same
-from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.errors import CheckpointError
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import set_attention
 from fsdptrain.model.loading.files import different_files, resolve_checkpoint, some_of, weight_files
@@ -71,24 +71,23 @@ def load_weights(
     model: PreTrainedModel,
     path: Path,
     *,
-    strategy: str,
     cpu_offload: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Fill the meta `model`, sharded or not, from the safetensors files of `path`, then verify it.
 
+    Each rank reads its own slices. If the conversion of the checkpoint needs whole tensors, or the version of
+    transformers is not tested, rank 0 reads everything into host memory and broadcasts one tensor at a time.
+
     Args:
-        strategy: `shard`: each rank reads its own slices. `rank0`: rank 0 reads everything into host memory and
-            broadcasts one tensor at a time. `shard` does the same for checkpoints whose conversion needs whole tensors.
         cpu_offload: as given to `shard_model`: parameters are on the host, buffers on the device.
         dtype: dtype of the parameters on meta, in which they are stored.
 
     Raises:
         CheckpointError: on all ranks, with one message: a file is missing or corrupt, weights are missing, unexpected,
             of another shape, or not tied as the config requires.
-        ConfigError: `shard` with an untested version of transformers.
     """
-    if strategy != "shard" or not _read_shards(model, path, cpu_offload=cpu_offload):
+    if not _read_shards(model, path, cpu_offload=cpu_offload):
         from fsdptrain.model.loading.rank0 import broadcast_from_rank0
 
         require_same_parameters(model, path)
@@ -133,8 +132,11 @@ def problems_of(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
 
 
 def _read_shards(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> bool:
-    """Load this rank's slices. Returns False, with nothing read, if the checkpoint's conversion needs whole tensors."""
-    _require_tested_transformers()
+    """Load this rank's slices. Returns False, with nothing read, if that is not possible."""
+    low, high = TESTED_TRANSFORMERS
+    if not low <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < high:
+        logger.warning("rank 0 reads all weights: transformers %s is not tested", transformers.__version__)
+        return False
     # Import after the version check: untested versions may lack its private names.
     from fsdptrain.model.loading import shard_reader
 
@@ -143,7 +145,7 @@ def _read_shards(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> bo
         obstacle = shard_reader.needs_whole_tensors(model, files)
     require_same(obstacle, different_files(path))
     if obstacle:
-        logger.warning("%s: --load-strategy rank0 is used in place of shard", obstacle)
+        logger.warning("rank 0 reads all weights: %s", obstacle)
         return False
     shard_reader.read_shards(model, path, files, cpu_offload=cpu_offload)
     return True
@@ -153,13 +155,3 @@ def require_same_parameters(model: PreTrainedModel, path: Path) -> None:
     facts = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     facts += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     require_same(hashlib.sha256(repr(facts).encode()).hexdigest(), different_files(path))
-
-
-def _require_tested_transformers() -> None:
-    low, high = TESTED_TRANSFORMERS
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not low <= version < high:
-        raise ConfigError(
-            f"--load-strategy shard is tested with transformers >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}, "
-            f"got {transformers.__version__}: install one of these, or use --load-strategy rank0"
-        )

@@ -1,4 +1,4 @@
-"""Load a checkpoint on rank 0 and broadcast it, tensor by tensor: --load-strategy rank0."""
+"""Load a checkpoint on rank 0 and broadcast it, tensor by tensor, where ranks cannot read their own slices."""
 
 import copy
 from pathlib import Path

@@ -59,9 +59,7 @@ def test_pinned_buffers_are_powers_of_two_and_those_of_a_cpu_are_not():
     ("options", "parts"),
     [
         ({**KL}, {"the reference": 4}),
-        ({**KL, "ref_dtype": "bfloat16"}, {"the reference": 2}),
         ({**SFT, "async_save": True}, {"the checkpoint in writing": 12}),
-        ({**SFT, "load_strategy": "rank0"}, {"rank 0's whole copy": 4}),
     ],
 )
 def test_copies_on_the_host(options: dict[str, Any], parts: dict[str, int]):

@@ -78,38 +78,6 @@ def test_both_layouts_are_exact_for_every_architecture(name: str) -> None:
             assert difference <= 1e-11 * largest, f"{layout} {key}"
 
 
-LONGROPE = {
-    "short_factor": [1.0] * 8,
-    "long_factor": [float(i + 2) for i in range(8)],
-    "original_max_position_embeddings": 64,
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("name", "rope", "original", "refused"),
-    [
-        ("phi3", {"rope_type": "longrope", "factor": 8.0, **LONGROPE}, "original_max_position_embeddings", [(40, 65)]),
-        ("llama", {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings", [(40, 65), (70,), (70, 100)]),
-    ],
-)
-def test_frequencies_that_depend_on_the_longest_sequence_are_refused_beyond_the_switch(
-    name, rope, original, refused, layout
-):
-    """longrope changes the whole batch, dynamic scaling also later batches."""
-    model = policy_model(name, rope_parameters={"rope_theta": 1e4, **rope}, **{original: 64})
-
-    def first(*lengths: int) -> Tensor:
-        return policy_logprobs(model, random_pack(lengths), layout=layout).values[: lengths[0]]
-
-    torch.testing.assert_close(first(40, 64), first(40))
-    for lengths in refused:
-        with pytest.raises(NumericsError, match=r"beyond 64 .*--rollout-max-response"):
-            first(*lengths)
-    if name == "phi3":
-        torch.testing.assert_close(first(70, 100), first(70))
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [("granite", {"_SCALE_KEYS": {}}), ("cohere", {"_SCALE_KEYS": {}}), ("gemma2", {"_SOFTCAP_KEYS": ()})],
