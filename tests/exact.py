@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -10,7 +9,6 @@ from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.fsdp import build as loading
-from fsdptrain.model.probes import copy_probe as layout_probe
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.rollout.embedded import engine as embedded
 
@@ -39,12 +37,6 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     if expert_choice(model.config):
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.double()
-
-
-def copies_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the random copies that probes compute with be in float64. Compute under `Exact`."""
-    build = layout_probe.random_copy
-    monkeypatch.setattr(layout_probe, "random_copy", lambda *args, **kwargs: in_float64(build(*args, **kwargs)))
 
 
 def backends_in_float64() -> None:

@@ -98,7 +98,6 @@ class Optimizer:
         self._schedule = lr_schedule(config, total_steps=total_steps)
         groups = parameter_groups(self._names, model, config.weight_decay)
         self._optimizer = build_optimizer(build or find_optimizer(config), groups, config, self._names)
-        self._scalars = _scalars(self._optimizer)
         self._host_adam = _host_adam(self._optimizer, config)
         device_type = next(iter(self._names)).device.type
         is_adamw = type(self._optimizer) is torch.optim.AdamW and device_type in _CLIPS_IN_STEP
@@ -165,12 +164,6 @@ class Optimizer:
         reshard(self._model)
         self._set_lr(self.lr)
         (self._host_adam or self._optimizer).step()
-        found = _scalars(self._optimizer)
-        if changed := sorted({key for key, value in found if (key, value) not in self._scalars}):
-            raise ConfigError(
-                f"--optimizer {self._config.optimizer} keeps state in its parameter groups ({changed[0]!r}), which no "
-                "checkpoint holds: keep it as a tensor in the state of a parameter"
-            )
         self._finish()
         self.num_updates += 1
 
@@ -265,13 +258,6 @@ class Optimizer:
         self.num_failed = state["num_failed"]
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
-
-
-def _scalars(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
-    """Return (key, value) of all scalars in the parameter groups but the learning rate."""
-    kinds = (bool, int, float, str, tuple, type(None))
-    groups = optimizer.param_groups
-    return [(key, x) for group in groups for key, x in group.items() if key != "lr" and isinstance(x, kinds)]
 
 
 def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

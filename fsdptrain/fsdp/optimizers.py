@@ -11,7 +11,6 @@ The function of a user has the same signature. State that is allocated here cost
 loaded into it.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -57,9 +56,6 @@ def build_optimizer(
         raise ConfigError(f"{flag} raises {describe(error)}") from error
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(f"{flag} returns {type(found).__name__}, not a torch.optim.Optimizer")
-    closure = inspect.signature(found.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(f"{flag} returns {type(found).__name__}, whose step needs a closure, which no step here has")
     members = {p for group in found.param_groups for p in group["params"]}
     if left_out := [name for p, name in trained.items() if p not in members]:
         raise ConfigError(

@@ -55,7 +55,6 @@ class LayoutProbe:
     max_difference: float  # mean difference of logprobs from the stock model, maximum over segments
     tolerance: float
     reason: str = ""  # why preferred candidates were rejected
-    gradient_difference: float | None = None  # relative to the largest gradient; only measured on a random copy
 
     @property
     def line(self) -> str:

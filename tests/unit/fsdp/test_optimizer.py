@@ -243,27 +243,12 @@ def without_the_last(groups: Any, options: OptimConfig) -> torch.optim.Optimizer
         (lambda groups, options: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), "leaves out"),
         (lambda groups, options: None, "returns NoneType"),
         (lambda groups, options: 1 / 0, "ZeroDivisionError"),
-        (lambda groups, options: torch.optim.LBFGS([p for g in groups for _, p in g["params"]]), "closure"),
     ],
 )
 def test_what_is_no_optimizer_of_the_trained_parameters_is_refused(make: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"--optimizer mine:make .*{reason}") as caught:
         user_optimizer(make)
     assert "\n" not in str(caught.value)
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in a group, as schedule-free optimizers do."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
-
-
-def test_state_in_parameter_groups_which_no_checkpoint_holds_is_refused() -> None:
-    optimizer = user_optimizer(lambda groups, options: Counting(groups, lr=options.lr))
-    with pytest.raises(ConfigError, match=r"--optimizer mine:make .*'k'"):
-        optimizer.step()
 
 
 def nadam_with_tensor_lr(groups: Any, options: OptimConfig) -> torch.optim.Optimizer:
