@@ -1,6 +1,5 @@
 """The training backend on PyTorch FSDP2: any transformers model, one process per device."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -91,8 +90,6 @@ class FSDPBackend:
         fp16 = config.model.fp16
         with raise_on_all_ranks(ConfigError, "--optimizer"):
             self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=fp16, build=build)
-        waits = config.fsdp.cpu_offload and platform.has_accelerator()
-        self._collects_gradients = waits and self._has_room_for_gradients()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -143,10 +140,7 @@ class FSDPBackend:
             moved = batch.to(self.device)
             output = loss(moved, self._logprobs(moved, with_entropy=True).for_loss(config), config)
             self._optimizer.scale(output.loss).backward()
-            if self._collects_gradients and len(batches) > 1:
-                self._optimizer.collect_gradients()
             sums.add(output.metrics)
-        self._optimizer.restore_gradients()
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | self.features.after_step(
@@ -300,15 +294,6 @@ class FSDPBackend:
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
         check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
         return probe
-
-    def _has_room_for_gradients(self) -> bool:
-        """Return whether gradients of a pack and their sum take at most half of the memory that is free on the host.
-
-        Pinned tensors take powers of 2.
-        """
-        shards = (local_shard(p) for p in self._model.parameters() if p.requires_grad)
-        needed = 2 * sum(1 << (shard.nbytes - 1).bit_length() for shard in shards if shard.nbytes)
-        return 2 * needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= platform.host_memory()[0]
 
     def _load_bank(self) -> "ReferenceBank | None":
         """Load the weights of --ref-load, if the run needs them."""

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdptrain import platform
-from fsdptrain.errors import ConfigError
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "replicate", "shard", "context", "tensor"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
@@ -67,19 +66,9 @@ def _grid(sizes: dict[str, int]) -> DeviceMesh:
 def build_mesh(replicate_size: int) -> DeviceMesh:
     """Build a mesh of all ranks: [shard], or [replicate, shard] (HSDP) for several replicas. Collective.
 
-    Ranks of one shard group are neighbors, so with one replica per node the all-gathers stay within the node. Raises
-    ConfigError if `replicate_size` does not divide the number of processes.
+    Ranks of one shard group are neighbors, so with one replica per node the all-gathers stay within the node.
     """
-    world_size = dist.get_world_size()
-    if world_size % replicate_size:
-        raise ConfigError(
-            f"--fsdp-replicate-size {replicate_size} does not divide the {world_size} processes; "
-            "processes = replicas x shards"
-        )
-    if replicate_size == 1:
-        return init_device_mesh(platform.device_type(), (world_size,), mesh_dim_names=(SHARD,))
-    shape = (replicate_size, world_size // replicate_size)
-    return init_device_mesh(platform.device_type(), shape, mesh_dim_names=(REPLICATE, SHARD))
+    return _grid({REPLICATE: replicate_size, SHARD: dist.get_world_size() // replicate_size})
 
 
 def shard_size(mesh: DeviceMesh) -> int:

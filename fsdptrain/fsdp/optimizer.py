@@ -13,7 +13,6 @@ from fsdptrain.config import OptimConfig
 from fsdptrain.config.presets import is_own
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.optimizers import Build, build_optimizer, find_optimizer, parameter_groups
-from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.structure import reshard
 from fsdptrain.types import Metrics
 
@@ -105,7 +104,6 @@ class Optimizer:
         self._steps_clip = fused and all(p.dtype == torch.float32 for p in self._names)  # its divisor is a float32
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
         self._norm_of = total_norm or _norm_over_meshes
-        self._collected: dict[nn.Parameter, Tensor] = {}  # sums of gradients over packs, between packs
         self.num_updates = 0  # completed steps of the schedule
         self.num_skipped = 0  # steps skipped for non-finite gradients, including those that find the fp16 loss scale
         self.num_failed = 0  # skipped steps that a smaller loss scale does not explain
@@ -117,27 +115,6 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        self._collected.clear()
-
-    @torch.no_grad()
-    def collect_gradients(self) -> None:
-        """Add the gradients of a pack to those of earlier packs, and clear them.
-
-        For gradients on the host: FSDP2 copies them into pinned memory without waiting only where there is none yet.
-        Elsewhere the host waits for the device once per tensor.
-        """
-        for p in self._names:
-            if p.grad is not None:
-                total = self._collected.setdefault(p, p.grad)
-                if total is not p.grad:
-                    local_shard(total).add_(local_shard(p.grad))
-                p.grad = None
-
-    def restore_gradients(self) -> None:
-        """Make the collected sums the gradients again, for `clip`."""
-        for p, total in self._collected.items():
-            p.grad = total
-        self._collected.clear()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Scale the loss for backward in fp16. Returns it unchanged otherwise."""

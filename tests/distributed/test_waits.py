@@ -13,20 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import has_accelerator
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
-from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
+from fsdptrain.types import LossConfig, PackedBatch
 from fsdptrain.vllm.server.weight_files import WeightFolder
 from tests import zoo
 from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 
 from .collectives import Collectives
-from .sharded import full_state
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples, scored
 
 LAYERS = 3
@@ -200,39 +198,6 @@ def test_collectives_of_a_step_are_those_of_the_design(values: dict[str, Any], c
             assert small < 1024
         assert len({calls["all-reduce"] for _, calls, _ in ranks}) == 1
         assert len({num_packs for num_packs, _, _ in ranks}) == 2
-
-
-def gradients_of_earlier_packs(
-    checkpoint: str, values: dict[str, Any], room: float = 1e6
-) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """The number of tensors with a gradient when the loss of each pack is computed, and the weights after the step.
-
-    room: free memory of the host, in sizes of all gradients.
-    """
-    backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
-    assert not backend._collects_gradients or platform.has_accelerator()  # a CPU never waits
-    free = int(room * sum(p.nbytes for p in backend.model.parameters()))
-    platform.host_memory = lambda: (free, 2**40)  # in a process of its own
-    backend._collects_gradients = backend._config.fsdp.cpu_offload and backend._has_room_for_gradients()
-    found = []
-
-    def loss(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-        found.append(sum(p.grad is not None for p in backend._optimizer._names))
-        return LOSSES["grpo"](batch, logprobs, config)
-
-    backend.train_step(packs_of(64), loss, LossConfig())
-    return found, full_state(backend.model)
-
-
-def test_gradients_on_the_host_are_not_added_to_by_fsdp(checkpoint: str) -> None:
-    """FSDP2 copies a gradient into pinned memory without waiting only if there is no previous gradient."""
-    [(on_host, weights)] = spawn(1, gradients_of_earlier_packs, checkpoint, {"fsdp_cpu_offload": True})
-    [(on_device, wanted)] = spawn(1, gradients_of_earlier_packs, checkpoint, {})
-    assert on_host == [0] * len(on_device)
-    assert min(on_device[1:]) > 0
-    assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
-    [(without_room, _)] = spawn(1, gradients_of_earlier_packs, checkpoint, {"fsdp_cpu_offload": True}, 3.9)
-    assert without_room == on_device
 
 
 def copies_to_device(step: Callable[[], object]) -> int:

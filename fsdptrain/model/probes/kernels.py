@@ -30,7 +30,6 @@ _WORDS = {
     "flash_attention_3": "flash-attn 3",
 }
 _WRITTEN_OUT = "softmax written out, in blocks"
-_ERROR = re.compile(r"^packed with \w+: (\w+Error: )?")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -63,7 +62,7 @@ def kernels(
     found = [_attention(model, attention, device_type, compute_dtype, probe)]
     if probe is not None:
         padded = probe.layout == "padded"
-        found.append(Kernel("layout", probe.layout, "packed" if padded else "", _first(probe.reason) if padded else ""))
+        found.append(Kernel("layout", probe.layout, "packed" if padded else "", probe.reason if padded else ""))
     found += [*recurrent_kernels(model, device_type), *_experts(model)]
     return found
 
@@ -82,7 +81,7 @@ def _attention(
     if name in PACKAGE_ATTENTION and _has_softcap_or_sinks(model):
         used = _WRITTEN_OUT
     if name not in PACKAGE_ATTENTION and "flash" not in name:
-        return Kernel("attention", used, _WORDS[SEGMENTS], _first(probe.reason) if probe is not None else "asked for")
+        return Kernel("attention", used, _WORDS[SEGMENTS], probe.reason if probe is not None else "asked for")
     if name == VARLEN:
         obstacle = _varlen_obstacle(model, compute_dtype)
         if obstacle:
@@ -134,8 +133,3 @@ def _experts(model: PreTrainedModel) -> Iterator[Kernel]:
     else:
         reason = f"transformers has no grouped kernel for {type(model).__name__}" if name == "eager" else "asked for"
         yield Kernel("experts", f"{name}, one expert at a time" if name == "eager" else name, "grouped_mm", reason)
-
-
-def _first(reason: str) -> str:
-    """Return the first reason of a probe without the error name."""
-    return _ERROR.sub("", reason.split("; ")[0])

@@ -64,7 +64,7 @@ def test_eager_experts_are_a_fallback():
 def test_a_padded_layout_is_a_fallback_with_the_reason_of_the_probe():
     probe = LayoutProbe("padded", SEGMENTS, 1e-6, 1e-4, "packed with fsdptrain_segments: differs by 3.1")
     [kernel] = fallbacks(on_meta("qwen3", SEGMENTS), "cpu", probe=probe)
-    assert kernel.line == "layout: padded instead of packed (differs by 3.1)"
+    assert kernel.line == "layout: padded instead of packed (packed with fsdptrain_segments: differs by 3.1)"
 
 
 def test_strict_names_all_fallbacks():
