@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ["pydantic>=2.11", "tyro>=1.0", "pyyaml", "rich>=14", "psutil", "accelerate"]
+NEEDED = ["pydantic>=2.11", "pyyaml", "rich>=14", "psutil", "accelerate"]
 NEEDED += ["pytest", "hypothesis", "numpy"]
 OPTIONAL = {"trl>=1.16": "train_step.py has no other side", "peft>=0.21": "no LoRA", "liger-kernel": "no liger rows"}
 MARK = re.compile(r"pytest\.mark\.gpu\b")

@@ -291,7 +291,7 @@ def main() -> None:
     rows, left_out = sweep(options)
     if not torch.cuda.is_available():
         print("No GPU here: these rows say that the code runs, nothing of speed.")
-    print(table([_cells(row) for row in rows]))
+    print(table([_cells(row) for row in rows]) if rows else "No case had time to begin.")
     failed = [row for row in rows if "failed" in row]
     print(json.dumps({"rows": len(rows), "failed": len(failed), "left_out": left_out}))
     sys.exit(1 if left_out or len(failed) == len(rows) else 0)

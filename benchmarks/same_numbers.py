@@ -60,7 +60,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "transformers.modeling_utils", "reasoning_gym", "peft", "tyro"]
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "transformers.modeling_utils", "reasoning_gym", "peft"]
 CONTEXT = multiprocessing.get_context("forkserver")  # ranks start in 1 s: they fork from a process with torch
 
 

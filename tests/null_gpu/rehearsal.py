@@ -33,7 +33,8 @@ def main() -> None:
     library = build(Path(sys.prefix) / "null_gpu")
     variables = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent)}
     variables |= {"OMP_NUM_THREADS": "1", "PYTEST_PLUGINS": "tests.null_gpu.plugin", "PYTHONPATH": ""}
-    argv = [python, ROOT / "benchmarks" / "gpu.py", "--rehearse", "--wheels", Path(sys.argv[1]).resolve()]
+    argv = [python, ROOT / "benchmarks" / "gpu.py", "--rehearse", "--minutes", "25"]
+    argv += ["--wheels", Path(sys.argv[1]).resolve()]
     folders = ["--output", WORK / "results", "--venv", WORK / "venv"]
     subprocess.run([*argv, *folders], env=os.environ | variables, check=False)
     found = json.loads((WORK / "results" / "gpu.json").read_text())

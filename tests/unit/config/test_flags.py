@@ -136,7 +136,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
 
 @pytest.mark.parametrize("flat", [flat for flat, option in config_options().items() if option.annotation is not bool])
 def test_every_default_can_be_written_as_a_flag(flat):
-    """What a flag says is what its field takes: the types of tyro and of pydantic agree."""
+    """What a flag says is what its field takes: the types of the parser and of pydantic agree."""
     option = config_options()[flat]
     if isinstance(option.default, dict):
         words = [f"{key}={value}" for key, value in option.default.items()]
