@@ -24,7 +24,6 @@ RL = f"""{COMMON} --prompt-data reasoning_gym:spell_backward?max_word_len=4&size
 SFT = f"{COMMON} --algorithm sft --prompt-data rows.jsonl --label-key response --eval-interval 0"
 
 ON_POLICY = "--steps-per-rollout 1"
-STALE = "--max-staleness 1 --num-rollout 3"  # engine and trainer differ, so corrections have an effect
 OTHER = "--ref-load models/reference"
 TRUNCATED = "--rollout-top-p 0.8 --rollout-top-k 50 --rollout-min-p 0.01 --rollout-temperature 0.8"
 RECOMPUTED = "--gradient-checkpointing"
@@ -55,14 +54,11 @@ kl-k1                   | dense  | 1 | --kl-loss-coef 0.1 --kl-loss-type k1 {OTH
 kl-k2                   | dense  | 1 | --kl-loss-coef 0.1 --kl-loss-type k2 {OTHER} --use-unbiased-kl
 kl-k3                   | dense  | 2 | --kl-loss-coef 0.1 --kl-loss-type k3 {OTHER}
 kl-low-var              | dense  | 1 | --kl-loss-coef 0.1 --kl-loss-type low_var_kl
-kl-reward               | dense  | 1 | --kl-reward-coef 1 {OTHER}
-kl-reward-2-ranks       | dense  | 2 | --kl-reward-coef 1 --kl-reward-type k3 {OTHER} {ON_POLICY}
 mask-truncated          | dense  | 1 | --mask-truncated --rollout-max-response-len 96
-dynamic-sampling        | dense  | 2 | --algorithm dapo --min-group-spread 2
+dynamic-sampling        | dense  | 2 | --algorithm dapo
 sampling                | dense  | 1 | {TRUNCATED}
 evaluation              | dense  | 1 | --n-samples-per-eval-prompt 4 --eval-greedy --eval-temperature 0.7
 rollout-logprobs        | dense  | 1 | --use-rollout-logprobs
-stale                   | dense  | 2 | {STALE} --mismatch-correction tis --max-staleness 2
 environment             | dense  | 2 | --environment same_numbers_plugins:Echo --max-turns 3 --reward environment
 bf16                    | dense  | 2 | --bf16
 fp16                    | dense  | 1 | --fp16
@@ -121,9 +117,9 @@ REJECTIONS = {"token_k1": 0.3, "token_k3": 0.02, "seq_mean_k3": 0.03, "seq_sum_k
 GENERATED = [
     *(f"loss-{name} | dense | 1 | --algorithm {name} {bounds}" for name, bounds in LOSSES.items()),
     *(f"advantage-{name} | dense | 1 | --algorithm {name}" for name in ADVANTAGES),
-    *(f"correction-{name} | dense | 1 | {STALE} --mismatch-correction {name} {BOUNDS}" for name in CORRECTIONS),
+    *(f"correction-{name} | dense | 1 | --mismatch-correction {name} {BOUNDS}" for name in CORRECTIONS),
     *(
-        f"rejection-{name} | dense | 1 | {STALE} --mismatch-rejection {name} --mismatch-rejection-max {bound}"
+        f"rejection-{name} | dense | 1 | --mismatch-rejection {name} --mismatch-rejection-max {bound}"
         for name, bound in REJECTIONS.items()
     ),
 ]

@@ -68,31 +68,8 @@ the old policy, and therefore support `--use-rollout-logprobs`, `--use-opsm` and
 """
 
 KL_HEAD = """
-kl_t is an estimate of KL(policy || reference) for one token, from its log ratio l - lf. Use it in the loss, in the
-reward, or in both:
-
-| place | effect | gradient | source |
-|---|---|---|---|
-"""
-
-KL_PLACES = {
-    "loss: `--kl-loss-coef`, `--kl-loss-type`": (
-        "coef kl_t is added to the loss of each token, before aggregation",
-        "yes: use k2 or k3",
-        "GRPO, arXiv 2402.03300",
-    ),
-    "reward: `--kl-reward-coef`, `--kl-reward-type`": (
-        "s - coef sum_t kl_t, before advantages, with lo instead of l",
-        "no: k1 is unbiased",
-        "Ziegler et al. 2019, arXiv 1909.08593",
-    ),
-}
-
-KL_NOTES = """
-KL in the reward is scaled like the reward: with an estimator that divides by the std of a group (`grpo`), a group of
-equal rewards gets advantages from its KL alone, at full scale; with `dr_grpo`, `rloo` and `reinforce++_baseline` it
-does not. `reward/mean` is without this term, `reward/kl` is the term, and `kl/reward_mean` the KL of a whole response
-[nats].
+kl_t is an estimate of KL(policy || reference) for one token, from its log ratio l - lf (GRPO, arXiv 2402.03300).
+`--kl-loss-coef` times kl_t is added to the loss of each token, before aggregation: use k2 or k3, for their gradients.
 """
 
 ADVANTAGE_HEAD = """
@@ -197,10 +174,8 @@ def algorithms_page() -> str:
     parts += [SHAPING_HEAD, *(_shaping_row(*row) for row in SHAPING), SHAPING_NOTE]
     parts.append(_section("Aggregation: `--loss-aggregation`", {f"`{k}`": v for k, v in AGGREGATIONS.items()}))
     estimators = {f"`{k}`": v for k, v in KL_ESTIMATORS.items()}
-    parts.append(_section("KL to the reference: `--kl-loss-type`, `--kl-reward-type`", estimators))
-    parts.append(KL_HEAD)
-    parts += [f"| {place} | {' | '.join(cells)} |\n" for place, cells in KL_PLACES.items()]
-    parts += [KL_NOTES, f"\n`--use-unbiased-kl`, in the loss: {_help('use_unbiased_kl')}\n"]
+    parts.append(_section("KL to the reference: `--kl-loss-type`", estimators))
+    parts += [KL_HEAD, f"\n`--use-unbiased-kl`: {_help('use_unbiased_kl')}\n"]
     renewed = _flow(RefConfig.model_fields["update_interval"].description)
     parts.append(f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n")
     parts.append(CORRECTION_HEAD)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from fsdptrain.cores import cgroup_files
 from fsdptrain.errors import ConfigError
-from fsdptrain.overrides import overridable
 from fsdptrain.rank_variables import RankVariables, read_rank_variables
 
 GIB = 1024**3
@@ -75,7 +74,6 @@ def distributed_backend() -> str:
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
-@overridable
 def device_memory() -> tuple[int, int]:
     """Return free and total memory of this process's device, or of the host on a CPU. [bytes]"""
     if not has_accelerator():

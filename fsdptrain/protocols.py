@@ -27,10 +27,13 @@ from fsdptrain.types import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from fsdptrain.feature import Features
+    from fsdptrain.model.probes.kernels import Kernel
+    from fsdptrain.model.probes.layout import LayoutProbe
 
 Naming = Literal["hub", "module"]
 ModelRole = Literal["policy", "reference"]
@@ -128,6 +131,28 @@ class AdapterEngine(RolloutEngine, Protocol):
 class TrainBackend(Protocol):
     """Owner of the policy, its optimizer and the reference model."""
 
+    compute_dtype: torch.dtype
+    layout_probe: LayoutProbe
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers architecture. It may be on the meta device, with the weights elsewhere."""
+        ...
+
+    @property
+    def features(self) -> Features:
+        """The features attached to the policy."""
+        ...
+
+    @property
+    def lines(self) -> list[str]:
+        """Log lines that describe the backend."""
+        ...
+
+    def kernels(self) -> list[Kernel]:
+        """Return the kernels that the model uses."""
+        ...
+
     def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute log-probabilities without gradient. Returns one record per batch, on the CPU."""
         ...
@@ -156,16 +181,14 @@ class TrainBackend(Protocol):
         """Load a checkpoint and return its step. Raises CheckpointError instead of silently starting over."""
         ...
 
-
-@runtime_checkable
-class OffloadingBackend(TrainBackend, Protocol):
-    """Backend that can release the device to an engine temporarily (--offload-train)."""
+    def export(self, target: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        ...
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move all state to the host until `onload`, to free memory for an engine on the same device.
+        """Move all state to the host until `onload`, to free memory for an engine on the same device (--offload-train).
 
-        With `keep_weights`, the state that `hf_weights` and `compute_logprobs` need stays on the device. State that is
-        already on the host stays there.
+        With `keep_weights`, the state that `hf_weights` and `compute_logprobs` need stays on the device.
         """
         ...
 

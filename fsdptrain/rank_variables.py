@@ -9,7 +9,6 @@ from fsdptrain.errors import ConfigError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves its error for the process that started it
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-OUR_RESTART_COUNT = "FSDPTRAIN_RESTART_COUNT"  # set by the fsdptrain command
 RUN_ID = "TORCHELASTIC_RUN_ID"  # --rdzv-id; the same after a restart
 LAUNCHER_PID = "FSDPTRAIN_LAUNCHER_PID"  # set for ranks started by the fsdptrain command
 _REMEDY = "start with torchrun, which sets it, or unset RANK to train in one process"
@@ -57,11 +56,6 @@ def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVari
 
 def has_fsdptrain_launcher() -> bool:
     return LAUNCHER_PID in os.environ
-
-
-def restart_count() -> int:
-    """Count the restarts so far. torchrun counts them for each machine, not for the run."""
-    return _integer(os.environ, OUR_RESTART_COUNT if has_fsdptrain_launcher() else RESTART_COUNT, default="0")
 
 
 def _text(environment: Mapping[str, str], name: str, default: str = "") -> str:

@@ -1,10 +1,11 @@
 """Run user code in parallel threads, with a deadline per call."""
 
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from fsdptrain.errors import RolloutError
 
@@ -43,66 +44,26 @@ class StepThreads:
                 f"{len(self._stuck)} calls of {self.flag} missed {self.flag}-timeout {self.timeout:g} and still "
                 "run: give them their own time limit"
             )
-        batch = _Batch(calls, self.timeout, self.flag)
-        for _ in range(min(self.num_threads, len(calls))):
-            batch.start_thread()
-        batch.wait()
-        self._stuck += batch.left_behind
-        return batch.results()
-
-
-class _Batch(Generic[T]):
-    """The calls of one `run`. Hold `changed` to access any field except `calls`."""
-
-    def __init__(self, calls: Sequence[Callable[[], T]], timeout: float, flag: str) -> None:
-        self.calls = calls
-        self.timeout = timeout
-        self.flag = flag
-        self.changed = threading.Condition()
-        self.waiting = deque(range(len(calls)))
-        self.running: dict[int, tuple[float, threading.Thread]] = {}  # call index -> (deadline, thread)
-        self.done: dict[int, T | Exception] = {}
-        self.left_behind: list[threading.Thread] = []
-
-    def start_thread(self) -> None:
-        threading.Thread(target=self._work, daemon=True, name=self.flag.strip("-")).start()
-
-    def wait(self) -> None:
-        with self.changed:
-            while len(self.done) < len(self.calls):
-                first = min((deadline for deadline, _ in self.running.values()), default=None)
-                self.changed.wait(None if first is None else max(0.0, first - time.monotonic()))
-                self._give_up_late_ones()
-
-    def results(self) -> list[T | Exception]:
-        with self.changed:
-            return [self.done[index] for index in range(len(self.calls))]
-
-    def _give_up_late_ones(self) -> None:
-        now = time.monotonic()
-        late = [index for index, (deadline, _) in self.running.items() if deadline <= now]
-        for index in late:
-            _, thread = self.running.pop(index)
-            self.left_behind.append(thread)
-            self.done[index] = DeadlineError(f"no answer within {self.flag}-timeout {self.timeout:g} s")
-            if self.waiting:
-                self.start_thread()  # replaces the hung thread
-
-    def _work(self) -> None:
-        while True:
-            with self.changed:
-                if not self.waiting:
-                    return
-                index = self.waiting.popleft()
-                self.running[index] = (time.monotonic() + self.timeout, threading.current_thread())
-                self.changed.notify()  # this deadline may be the earliest
-            result = _attempt(self.calls[index])
-            with self.changed:
-                if index in self.done:
-                    return  # too late: another thread has replaced this one
-                del self.running[index]
-                self.done[index] = result
-                self.changed.notify()
+        waiting, finished = deque(range(len(calls))), queue.SimpleQueue[tuple[int, T | Exception]]()
+        running: dict[int, tuple[float, threading.Thread]] = {}  # index -> (deadline, thread), the earliest first
+        results: dict[int, T | Exception] = {}
+        while len(results) < len(calls):
+            while waiting and len(running) < self.num_threads:
+                index = waiting.popleft()
+                thread = threading.Thread(
+                    target=lambda i=index: finished.put((i, _attempt(calls[i]))), daemon=True, name=self.flag.strip("-")
+                )
+                running[index] = (time.monotonic() + self.timeout, thread)
+                thread.start()
+            first, (deadline, thread) = next(iter(running.items()))
+            try:
+                index, result = finished.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                index, result = first, DeadlineError(f"no answer within {self.flag}-timeout {self.timeout:g} s")
+                self._stuck.append(thread)
+            if running.pop(index, None) is not None:  # else too late
+                results[index] = result
+        return [results[index] for index in range(len(calls))]
 
 
 def _attempt(call: Callable[[], T]) -> T | Exception:

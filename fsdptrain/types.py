@@ -182,27 +182,6 @@ class SharedPrefixes:
     rows: Tensor  # [T] i64, index of the computed token for each token of the pack
     cu_seqlens: Tensor  # [N+1] i32, over the computed tokens
 
-    @classmethod
-    def of(cls, segments: Sequence[int], lengths: Sequence[int], seqlens: Sequence[int]) -> SharedPrefixes:
-        """Compute the layout from prefix owners, prefix lengths and segment lengths, each (N,)."""
-        import torch
-
-        whole, prefix = torch.tensor(seqlens), torch.tensor(lengths)
-        own_ends = (whole - prefix).cumsum(0)
-        own_starts = own_ends - (whole - prefix)
-        starts = (whole.cumsum(0) - whole).repeat_interleave(whole)
-        place = torch.arange(len(starts)) - starts  # index of each token in its segment
-        is_own = place >= prefix.repeat_interleave(whole)
-        from_own = (own_starts - prefix).repeat_interleave(whole) + place
-        from_first = own_starts[torch.tensor(segments)].repeat_interleave(whole) + place
-        return cls(
-            segments=tuple(segments),
-            lengths=tuple(lengths),
-            computed=is_own.nonzero()[:, 0],
-            rows=torch.where(is_own, from_own, from_first),
-            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), own_ends]).to(torch.int32),
-        )
-
     def map(self, change: Callable[[Tensor], Tensor]) -> SharedPrefixes:
         """Apply `change` to every tensor."""
         return replace(self, **{k: change(v) for k, v in _tensors(self).items()})

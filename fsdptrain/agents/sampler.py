@@ -389,7 +389,3 @@ def _check(config: Config, engine: RolloutEngine) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect on an agent, which ends its episodes: remove it"
             )
-    if config.algorithm.kl_reward_coef:
-        raise ConfigError(
-            "--kl-reward-coef does not work with an agent, whose episodes are several sequences: use --kl-loss-coef"
-        )

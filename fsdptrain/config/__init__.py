@@ -16,7 +16,7 @@ Nothing here imports torch, so `fsdptrain --help` starts fast.
 """
 
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
-from fsdptrain.config.checks import check_own_launch, check_processes, check_world_size
+from fsdptrain.config.checks import check_processes, check_world_size
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.flags import Resolved, resolve
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
@@ -46,7 +46,6 @@ __all__ = [
     "SelectionConfig",
     "ShapingConfig",
     "SyncConfig",
-    "check_own_launch",
     "check_processes",
     "check_world_size",
     "load_recipe",

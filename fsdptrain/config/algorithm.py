@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, is_own
-from fsdptrain.config.rules import RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.rules import RL_ONLY, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 from fsdptrain.registry import suggest
 
@@ -61,23 +61,13 @@ class AlgorithmConfig(Section):
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum"] = "token_mean"
     """Weighting of tokens over the whole optimizer step and all ranks."""
     kl_loss_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
-    """Coefficient of the KL divergence to the reference model in the loss. 0 here and in --kl-reward-coef: no reference
-    model."""
+    """Coefficient of the KL divergence to the reference model in the loss. 0: no reference model."""
     kl_loss_type: Annotated[
         Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, Requires("kl_loss_coef", fix=_ABOVE_0)
     ] = "k3"
     """Estimator of the KL divergence. `low_var_kl`: clamped k3."""
     use_unbiased_kl: Annotated[bool, RL_ONLY, Requires("kl_loss_coef", fix=_ABOVE_0)] = False
     """Multiply the KL by the policy ratio, with its gradient: unbiased off-policy, also in the gradient."""
-    kl_reward_coef: Annotated[float, RL_ONLY, Excludes("mask_truncated", fix="use --kl-loss-coef")] = Field(
-        default=0.0, ge=0.0
-    )
-    """Coefficient of the KL divergence of old policy to reference, summed over a response and subtracted from its
-    reward."""
-    kl_reward_type: Annotated[
-        Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, Requires("kl_reward_coef", fix=_ABOVE_0)
-    ] = "k1"
-    """Estimator of the KL divergence in the reward, which needs no gradient: k1 is unbiased."""
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
     use_rollout_logprobs: Annotated[bool, RL_ONLY] = False
@@ -123,7 +113,7 @@ class AlgorithmConfig(Section):
 
     @property
     def trains_zero_advantage(self) -> str:
-        coefs = {"kl-loss": self.kl_loss_coef, "kl-reward": self.kl_reward_coef, "entropy": self.entropy_coef}
+        coefs = {"kl-loss": self.kl_loss_coef, "entropy": self.entropy_coef}
         return next((f"--{name}-coef {coef:g}" for name, coef in coefs.items() if coef), "")
 
     def problems(self, config: "Config") -> Iterator[Problem]:
@@ -200,8 +190,6 @@ class SelectionConfig(Section):
     dynamic_sampling_max_rounds: Annotated[int, Requires("dynamic_sampling")] = Field(default=10, ge=1)
     """Maximum rounds of generation per rollout, each with at most --rollout-batch-size prompts. Training uses the
     groups kept by then. 1: drop groups without replacing them."""
-    min_group_spread: Annotated[float, Requires("dynamic_sampling")] = Field(default=0.0, ge=0.0)
-    """Dynamic sampling: keep a group if its largest and smallest reward differ by more than this. [reward]"""
 
 
 class ShapingConfig(Section):

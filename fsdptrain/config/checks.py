@@ -75,12 +75,6 @@ def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
             )
 
 
-def check_own_launch(config: Config) -> None:
-    """Raise NoEffectError for options of the fsdptrain command if torchrun or Python launched the ranks."""
-    reason = "where torchrun or Python starts the processes: give it to torchrun, or start with the fsdptrain command"
-    _raise_first(config.without_effect(["max_restarts", "log_dir"], reason))
-
-
 def idle_reason(config: Config, flat: str) -> str:
     """Return why the option has no effect, by the rules of its field, or ""."""
     key = all_keys()[flat]

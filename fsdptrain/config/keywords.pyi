@@ -94,8 +94,6 @@ class Keywords(TypedDict, total=False):
     kl_loss_coef: float
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"]
     use_unbiased_kl: bool
-    kl_reward_coef: float
-    kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"]
     entropy_coef: float
     use_rollout_logprobs: bool
     mismatch_correction: Literal["none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"]
@@ -108,7 +106,6 @@ class Keywords(TypedDict, total=False):
     mask_truncated: bool
     dynamic_sampling: bool
     dynamic_sampling_max_rounds: int
-    min_group_spread: float
     sft_loss_on: Literal["assistant", "last", "all"]
     sft_eval_generate: bool
     optimizer: str
@@ -142,12 +139,9 @@ class Keywords(TypedDict, total=False):
     rollout_top_k: int | None
     rollout_min_p: float
     rollout_max_batch_tokens: int
-    rollout_slots: int | None
     rollout_shuffle: bool
     rollout_seed: int
     max_staleness: int
-    partial_rollout: bool
-    mask_offpolicy_in_partial_rollout: bool
     offload_train: bool
     ref_load: str | None
     ref_update_interval: int | None
@@ -160,7 +154,6 @@ class Keywords(TypedDict, total=False):
     async_save: bool
     export: bool
     push_to_hub: str | None
-    hub_private: bool
     eval_interval: int
     n_samples_per_eval_prompt: int
     eval_temperature: float
@@ -173,9 +166,6 @@ class Keywords(TypedDict, total=False):
     log_num_samples: int
     nproc_per_node: int | None
     dist_timeout: int
-    grace_period: float
-    max_restarts: int
-    log_dir: str | None
     dry_run: bool
     lora_rank: int
     lora_alpha: int

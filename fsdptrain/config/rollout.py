@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 _NEEDS_LENGTH = Requires("@generates", "loss_aggregation=fixed_length", reason=GENERATES.reason)
+NEEDS_IN_FLIGHT = (
+    "needs an engine that keeps requests across weight syncs, --rollout-engine vllm or vllm-server: set it to 0"
+)
 _OWN_DEVICES = "with servers, which have devices of their own: remove it"
 
 
@@ -32,7 +35,8 @@ class BatchConfig(Section):
     """Optimizer steps per rollout, over all its epochs: an alternative to --global-batch-size. Samples are assigned to
     steps at random, individually rather than by group."""
     epochs_per_rollout: Annotated[int, RL_ONLY] = Field(default=1, ge=1)
-    """Training passes over each rollout, each in a different order. Old and reference logprobs are computed once."""
+    """Training passes over each rollout, the optimizer steps in another order each. Old and reference logprobs are
+    computed once."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         size, batch = self.global_batch_size, config.rollout.batch_size
@@ -100,9 +104,6 @@ class RolloutConfig(Section):
         default=262_144, ge=1
     )
     """Embedded engine: capacity of the key-value cache. [tokens]"""
-    slots: Annotated[int | None, NEUTRAL, Requires("max_staleness")] = Field(default=None, ge=1)
-    """Groups that are generated at the same time, on all ranks. Default: all that --max-staleness allows; with an
-    environment as many as --environment-workers can serve. [prompts]"""
     shuffle: bool = True
     """Shuffle prompts, differently in each epoch."""
     seed: int = Field(default=42, gt=-(2**62), lt=2**62)
@@ -137,16 +138,9 @@ class SyncConfig(Section):
     NAME = "sync"
 
     max_staleness: Annotated[int, TUNING, RL_ONLY] = Field(default=0, ge=0)
-    """Start to generate at most this many rollouts ahead of training; see --partial-rollout for longer groups. With
-    vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
-    partial_rollout: Annotated[bool, TUNING, RL_ONLY, Requires("max_staleness")] = True
-    """With vllm and vllm-server, train on the first groups that are finished. Others go on into later steps, across
-    weight syncs, so that their first tokens may be older than --max-staleness. Off: wait for the groups that were
-    started first, and train on no older token."""
-    mask_offpolicy_in_partial_rollout: Annotated[
-        bool, TUNING, RL_ONLY, Requires("max_staleness"), Requires("partial_rollout")
-    ] = False
-    """Leave tokens out of the loss that are more than --max-staleness versions old when their group is trained."""
+    """Start to generate at most this many rollouts ahead of training, with vllm or vllm-server. A step trains on the
+    first groups that are finished; others go on into later steps, across weight syncs, so that their first tokens may
+    be older. With vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
     offload_train: Annotated[
         bool,
         NEUTRAL,
@@ -157,6 +151,10 @@ class SyncConfig(Section):
     ] = False
     """Move the trainer's weights and optimizer state to host memory during generation, so that the engine can use the
     whole device. They cross the bus twice per rollout."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.max_staleness and config.rollout.engine == "hf":
+            yield f"--max-staleness {self.max_staleness} {NEEDS_IN_FLIGHT}"
 
 
 def _sizes(config: "Config") -> str:

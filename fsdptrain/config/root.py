@@ -262,10 +262,8 @@ class Config(BaseModel):
 
     @property
     def scores_policy(self) -> bool:
-        """Whether the trainer computes policy logprobs before the first update, for the loss or the KL reward term."""
-        return not self.algorithm.use_rollout_logprobs and (
-            self.needs_old_logprobs or self.algorithm.kl_reward_coef > 0
-        )
+        """Whether the trainer computes policy logprobs before the first update."""
+        return self.needs_old_logprobs and not self.algorithm.use_rollout_logprobs
 
     @property
     def advantage_scale(self) -> str:
@@ -290,8 +288,8 @@ class Config(BaseModel):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL term in the loss or the reward."""
-        return self.algorithm.kl_loss_coef > 0 or self.algorithm.kl_reward_coef > 0
+        """Whether there is a KL term in the loss."""
+        return self.algorithm.kl_loss_coef > 0
 
     @property
     def total_optimizer_steps(self) -> int:
@@ -320,11 +318,6 @@ class Config(BaseModel):
         Other ranks wait during this time: half of --dist-timeout, divided by the number of rollouts in flight.
         """
         return self.launch.dist_timeout / 2 / (1 + self.sync.max_staleness)
-
-    @property
-    def masks_stale_tokens(self) -> bool:
-        """Whether tokens older than --max-staleness are left out of the loss."""
-        return self.sync.max_staleness > 0 and self.sync.mask_offpolicy_in_partial_rollout
 
     @property
     def uses_judge(self) -> bool:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 LOGGER_NAMES = ("console", "wandb", "trackio")
 _OF_EVALUATIONS = (Requires("eval_interval"), IdleWith("eval_size=0"), GENERATES)
-_RESTARTS = "a restart resumes from a checkpoint, set --save-interval and --keep-last above 0"
 
 
 def profiled(steps: str | None) -> tuple[int, int]:
@@ -48,10 +47,8 @@ class RunConfig(Section):
     export: bool = True
     """Export the trained model to output_dir/hf at the end, for from_pretrained."""
     push_to_hub: Annotated[str | None, Requires("export")] = None
-    """Repository of the Hugging Face Hub, e.g. name/model, that gets the exported model and a model card at the end.
-    Default: none."""
-    hub_private: Annotated[bool, Requires("push_to_hub")] = True
-    """Create the repository of --push-to-hub as a private one, and reject a public one."""
+    """Private repository of the Hugging Face Hub, e.g. name/model, that gets the exported model and a model card at the
+    end. Default: none."""
     eval_interval: Annotated[int, IdleWith("eval_size=0")] = Field(default=20, ge=0)
     """Rollouts between evaluations; also runs before the first and after the last rollout. 0: never."""
     n_samples_per_eval_prompt: Annotated[int, *_OF_EVALUATIONS] = Field(default=1, ge=1)
@@ -117,14 +114,6 @@ class LaunchConfig(Section):
     """Processes on this machine. Default: one per visible GPU, or one without GPUs."""
     dist_timeout: int = Field(default=1800, ge=1)
     """Timeout of every wait between ranks. [s]"""
-    grace_period: float = Field(default=300.0, ge=0.0)
-    """Time after SIGTERM for the end of the current step and a checkpoint. Then the run ends at once. [s]"""
-    max_restarts: Annotated[int, Requires("save_interval", fix=_RESTARTS), Requires("keep_last", fix=_RESTARTS)] = (
-        Field(default=0, ge=0)
-    )
-    """After a rank has died, restart all ranks from the newest checkpoint, up to this many times."""
-    log_dir: str | None = None
-    """Directory for the output of each rank. The console then shows rank 0 only."""
     dry_run: bool = False
     """Print the resolved configuration with the source of each value, and exit."""
 

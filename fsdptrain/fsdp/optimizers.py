@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import ConfigError, FsdptrainError, describe
 from fsdptrain.model.structure import repeated_layers
-from fsdptrain.overrides import overridable
 from fsdptrain.registry import Table, resolve
 
 Groups = list[dict[str, Any]]
@@ -97,7 +96,6 @@ def _matrices(model: PreTrainedModel) -> set[nn.Parameter]:
     }
 
 
-@overridable
 def has_fused_adamw(device_type: str) -> bool:
     """Return whether torch.optim.AdamW has a fused kernel on this device type."""
     return device_type in ("cpu", "cuda", "mps", "xpu")

@@ -28,15 +28,14 @@ def run(config: Config, argv: Sequence[str]) -> int:
         from fsdptrain.launch.ranks import run_as_rank
 
         return run_as_rank(config, variables.rank)
-    launch = config.launch
-    nproc = launch.nproc_per_node or _number_of_devices()
-    if nproc > 1 or launch.max_restarts or launch.log_dir:
+    nproc = config.launch.nproc_per_node or _number_of_devices()
+    if nproc > 1:
         from fsdptrain.config import check_world_size
 
         check_world_size(config, nproc)
         from fsdptrain.launch.local import start_ranks
 
-        return start_ranks(config, argv, nproc=nproc)
+        return start_ranks(argv, nproc=nproc)
     from fsdptrain.launch.process import run_alone
 
     return run_alone(config)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdptrain.errors import FsdptrainError, RankError, RolloutError
+from fsdptrain.errors import FsdptrainError, RankError
 from fsdptrain.rank_variables import ERROR_FILE, has_fsdptrain_launcher
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class Failure:
     text: str  # one line; for a bug, one line and a traceback; for a lost connection, with its last calls
     exit_code: int  # 2 for an FsdptrainError, 1 for a bug
     is_consequence: bool = False  # consequence of another rank's failure
-    restartable: bool = True  # may not recur after a restart
     is_reported: bool = True  # by the rank itself
 
 
@@ -52,7 +51,6 @@ def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False
         text=text,
         exit_code=2 if is_user_error else 1,
         is_consequence=lost_connection or isinstance(error, RankError),
-        restartable=not is_user_error or isinstance(error, RankError | RolloutError),
     )
 
 

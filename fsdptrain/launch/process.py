@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fsdptrain import platform
-from fsdptrain.config import Config, check_own_launch, check_processes
+from fsdptrain.config import Config, check_processes
 from fsdptrain.errors import FsdptrainError, describe
 from fsdptrain.quiet import silence_libraries
-from fsdptrain.rank_variables import has_fsdptrain_launcher, read_rank_variables
+from fsdptrain.rank_variables import read_rank_variables
 
 
 def run_alone(config: Config) -> int:
@@ -30,8 +30,6 @@ def process_group(config: Config) -> Iterator[None]:
     ranks = read_rank_variables()
     sizes = (ranks.world_size, ranks.local_world_size) if ranks else (1, 1)
     check_processes(config, world_size=sizes[0], local_world_size=sizes[1])
-    if not has_fsdptrain_launcher():
-        check_own_launch(config)
     with platform.process_group(config.launch.dist_timeout):
         yield
 

@@ -19,7 +19,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
 
 _LOG = logging.getLogger(__name__)
-_PER_TOKEN = ("tokens", "rollout_logprobs", "logprobs", "advantages")  # only for samples.jsonl: `fsdptrain watch`
+_PER_TOKEN = ("tokens", "rollout_logprobs")  # only for samples.jsonl: `fsdptrain watch`
 
 
 class Dashboard:

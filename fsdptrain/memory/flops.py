@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.model.structure import active_sizes, head_widths, is_of_adapter, layer_config, lm_head
-from fsdptrain.overrides import overridable
 
 # Dense bfloat16, by a part of the device name; the first that fits. NVIDIA's data sheets.
 PEAK_TFLOPS = {
@@ -76,7 +75,6 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     return ModelFlops(body, sum(p.numel() for p in head), width, frozen=bool(adapters))
 
 
-@overridable
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the published peak of a known GPU, or else the measured speed of a square matrix product [TFLOPS]."""
     if device.type == "cuda":

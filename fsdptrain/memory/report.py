@@ -24,28 +24,30 @@ class MemoryReport:
     def __init__(self, config: Config) -> None:
         self.planned: int | None = None
         self._config = config
-        self._advice = ""
+        self._model: PreTrainedModel | None = None
 
     def before_load(self, model: PreTrainedModel) -> None:
         """Log the planned memory, and a warning with flags if it is not free. Collective.
 
         Raises MemoryPlanError on all ranks instead of the warning with --strict.
         """
-        machine = _machine()
-        found = estimate(model, self._config, machine)
+        self._model = model
+        found = estimate(model, self._config, _machine())
         self.planned = found.device or None
-        flags = ", ".join(flags_that_help(model, self._config, machine))
-        self._advice = f"flags that help, each alone: {flags}" if flags else "use more GPUs or a smaller model"
         log.info("planned memory of %s parameters: %s", count(sum(p.numel() for p in model.parameters())), found.line)
         with raise_on_all_ranks(MemoryPlanError, "--strict"):
             if not found.lacks:
                 return
             parts = found.on_host if found.lacks == "host" and found.on_host else found.training
             largest = max(parts, key=lambda name: parts[name])
-            line = f"this run may not fit ({largest} most of all): {found.line}; {self._advice}"
+            line = f"this run may not fit ({largest} most of all): {found.line}; {self._advice()}"
             if self._config.model.strict:
                 raise MemoryPlanError(f"--strict: {line}")
             log.warning("%s", line)
+
+    def _advice(self) -> str:
+        flags = flags_that_help(self._model, self._config, _machine()) if self._model is not None else []
+        return f"flags that help, each alone: {', '.join(flags)}" if flags else "use more GPUs or a smaller model"
 
     @contextmanager
     def naming_flags(self) -> Iterator[None]:
@@ -53,7 +55,7 @@ class MemoryReport:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise MemoryPlanError(f"out of memory: {str(error).strip().splitlines()[0]} {self._advice}") from error
+            raise MemoryPlanError(f"out of memory: {str(error).strip().splitlines()[0]} {self._advice()}") from error
 
 
 def _machine() -> Machine:

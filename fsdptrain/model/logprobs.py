@@ -40,10 +40,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitPasses, LogitRows, RowGrads, TorchPasses
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
-from fsdptrain.overrides import overridable
 
 
-@overridable
 def chunked_logprobs(
     hidden: Tensor,  # [T, D]
     weight: Tensor,  # [V, D]

@@ -26,8 +26,7 @@ class PackingRules:
     max_tokens: int  # per pack
     aggregation: str
     max_response_len: int
-    steps_per_epoch: int  # optimizer steps per pass over the rollout
-    num_epochs: int  # passes over the rollout
+    num_steps: int  # optimizer steps per pass over the rollout
     seed: int
     layout: Layout  # padded: a pack costs num_samples x longest sample in tokens, and max_tokens bounds that
     copies: int = 1  # adjacent ranks that share one pack's work and so train on the same packs
@@ -42,8 +41,7 @@ class PackingRules:
             max_tokens=config.max_tokens_per_pack,
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
-            steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
-            num_epochs=config.batch.epochs_per_rollout,
+            num_steps=config.steps_per_rollout // config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=layout,
             copies=config.pack_copies,
@@ -72,8 +70,8 @@ def make_batches(
 ) -> list[StepBatches]:
     """Plan packs from the lengths on all ranks, send each sample to the rank that trains on it, and pack. Collective.
 
-    Returns the steps of all epochs in order. The number of steps always follows `rules`, because the learning-rate
-    schedule depends on it; a step may have no samples. Returns no steps if no rank has a sample.
+    The number of steps always follows `rules`, because the learning-rate schedule depends on it; a step may have no
+    samples. Returns no steps if no rank has a sample.
 
     Args:
         rollout: number of the rollout in the run.
@@ -84,9 +82,14 @@ def make_batches(
         return []
     return [
         _make_step(samples, index, chosen, rules, images)
-        for epoch in range(rules.num_epochs)
-        for chosen in assign_to_steps(index.keys, rules.steps_per_epoch, seed=f"{rules.seed}/{rollout}/{epoch}")
+        for chosen in assign_to_steps(index.keys, rules.num_steps, seed=f"{rules.seed}/{rollout}/0")
     ]
+
+
+def in_epochs(steps: Sequence[StepBatches], num_epochs: int, *, seed: str) -> list[StepBatches]:
+    """Return the steps of all epochs: those of the first one, then the same ones in another order each."""
+    shuffle = Random(seed)
+    return [*steps, *(step for _ in range(num_epochs - 1) for step in shuffle.sample(steps, len(steps)))]
 
 
 def pack_rollout(config: Config, rollout: RolloutBatch, rules: PackingRules, step: int) -> list[StepBatches]:
@@ -96,10 +99,6 @@ def pack_rollout(config: Config, rollout: RolloutBatch, rules: PackingRules, ste
         from fsdptrain.algo.shaping import without_truncated
 
         samples = without_truncated(samples)
-    if config.masks_stale_tokens:
-        from fsdptrain.trainer.token_metrics import without_stale_tokens
-
-        samples = without_stale_tokens(samples, step - config.sync.max_staleness)
     steps = make_batches(samples, rules, rollout=step, images=rollout.images)
     if not steps:
         raise DataError(_why_nothing_is_left(config, rollout))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
@@ -23,30 +22,26 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.feature import load_features
 from fsdptrain.loggers import build_loggers
-from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.loading.meta import resolve_checkpoint
-from fsdptrain.protocols import FeatureEngine, Logger, Loss, OffloadingBackend, RewardFunction, RolloutEngine
+from fsdptrain.protocols import FeatureEngine, Logger, Loss, RewardFunction, RolloutEngine, TrainBackend
 from fsdptrain.rewards.build import build_reward
 from fsdptrain.rollout import engine_factory
-from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
-from fsdptrain.trainer.backend import PolicyBackend, install_platform_overrides, open_backend
+from fsdptrain.trainer.backend import open_backend
 from fsdptrain.trainer.data import build_data, require_same_data
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.resolve import load_environment, open_tokenizer, resolve
-from fsdptrain.trainer.rules import advantage_rule
 from fsdptrain.trainer.run_dir import RunFolder, open_folder
 from fsdptrain.trainer.samples.build import (
-    build_evaluation,
+    advantage_rule,
     build_sampler,
     build_source,
     open_rewards,
     sample_builders,
-    supervised_evaluation,
 )
-from fsdptrain.trainer.samples.source import SampleSource
+from fsdptrain.trainer.samples.source import SampleSource, own_share
 from fsdptrain.trainer.speed import Speed
 
 if TYPE_CHECKING:
@@ -72,7 +67,7 @@ class Components:
     source: SampleSource
     loss: Loss
     advantages: AdvantageRule
-    backend: PolicyBackend
+    backend: TrainBackend
     weight_sync: WeightSync | None  # with the engine; None: the run never generates
     evaluation: "Evaluation | LossEvaluation | None"
     phases: Phases
@@ -89,7 +84,6 @@ def build_components(
 ) -> Iterator[Components]:
     """Resolve the configuration, build data and rewards, then the model, then the engine. Close all of them on exit."""
     files = resolve_checkpoint(config.model.hf_checkpoint, weights=False)
-    install_platform_overrides()  # features compare kernels with the functions that a run uses
     features = load_features(config, files)  # before the weights are downloaded: the model may forbid an option
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     environment = load_environment(config)
@@ -111,41 +105,55 @@ def build_components(
         )
         advantages = advantage_rule(config)
         data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
-        builders = sample_builders(config, tokenizer, data) if config.algorithm.algorithm == "sft" else None
+        builders = sample_builders(config, tokenizer, data)
         make_engine = engine_factory(config.rollout.engine) if config.generates else None
     require_same_data(data.stream)
-    of_losses = supervised_evaluation(config, tokenizer, data) if data.supervised else None
+    held_out = None
+    if data.supervised:
+        from fsdptrain.trainer.sft_evaluation import held_out_samples
+
+        held_out = held_out_samples(config, tokenizer, data)
     generates = bool(data.prompts) or builders is None
     with ExitStack() as stack:
         rewards = open_rewards(config, reward_function, data, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
-        memory = MemoryReport(config)
-        stack.enter_context(memory.naming_flags())
-        backend = open_backend(config, features, memory)
+        memory = None
+        if platform.has_accelerator():  # a CPU swaps
+            from fsdptrain.memory.report import MemoryReport
+
+            memory = MemoryReport(config)
+            stack.enter_context(memory.naming_flags())
+        backend = open_backend(config, features, before_load=memory and memory.before_load)
         engine = open_engine(config, backend, make_engine, checkpoint) if make_engine and generates else None
-        phases = open_phases(config, folder, backend, engine, stack)
-        sampler = evaluation = weight_sync = background = None
+        phases = Phases(config, backend, engine)
+        sampler = evaluation = weight_sync = threads = None
         if engine is not None and rewards is not None:
+            stack.callback(engine.close)
             if config.sync.max_staleness:
-                from fsdptrain.trainer.samples.background import open_background
+                from fsdptrain.trainer.samples.continuous import open_threads
 
                 has_deadlines = environment is not None and environment.is_agent
-                background = open_background(config, engine, stack, has_deadlines=has_deadlines)
-            stack.callback(engine.close)
+                threads = open_threads(config, engine, stack, has_deadlines=has_deadlines)
             weight_sync = build_weight_sync(config, engine, backend)
             sampler = build_sampler(config, tokenizer, engine, rewards, environment)
             if isinstance(sampler, Closing):
                 stack.callback(sampler.close)
-            evaluation = build_evaluation(config, sampler, data.prompts)
-        if of_losses is not None:
-            evaluation = of_losses(config, backend, generation=evaluation)
+            if data.prompts:
+                from fsdptrain.trainer.evaluation import Evaluation
+
+                evaluation = Evaluation(config, sampler, own_share(data.prompts))
+        if held_out is not None:
+            from fsdptrain.trainer.sft_evaluation import LossEvaluation
+
+            evaluation = LossEvaluation.of(config, backend, samples=held_out, data=data, generation=evaluation)
+        planned = None if memory is None else memory.planned
         speed = Speed.of(backend.model, platform.local_device(), backend.compute_dtype, copies=config.pack_copies)
         yield Components(
             config=config,
             folder=folder,
             tokenizer=tokenizer,
             stream=data.stream,
-            source=build_source(config, data.stream, builders, sampler, advantages, background),
+            source=build_source(config, data.stream, builders, sampler, advantages, engine=engine, threads=threads),
             loss=loss,
             advantages=advantages,
             backend=backend,
@@ -153,7 +161,12 @@ def build_components(
             evaluation=evaluation,
             phases=phases,
             report=Reporter(
-                config, loggers, stream=data.stream, speed=speed, planned_memory=memory.planned, folder=folder.path
+                config,
+                loggers,
+                stream=data.stream,
+                speed=speed,
+                planned_memory=planned,
+                folder=folder.path,
             ),
         )
 
@@ -174,12 +187,11 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 
 def open_engine(
-    config: Config, backend: PolicyBackend, make: Callable[..., RolloutEngine], checkpoint: Path
+    config: Config, backend: TrainBackend, make: Callable[..., RolloutEngine], checkpoint: Path
 ) -> RolloutEngine:
     """Build the engine. With --offload-train the device holds only the trainer's weights then, as in a weight sync."""
     if not config.sync.offload_train:
         return make(config, checkpoint=checkpoint, device=platform.local_device())
-    assert isinstance(backend, OffloadingBackend), "the configuration refuses other backends"
     backend.offload(keep_weights=True)
     engine = make(config, checkpoint=checkpoint, device=platform.local_device())
     engine.sleep()
@@ -187,20 +199,7 @@ def open_engine(
     return engine
 
 
-def open_phases(
-    config: Config, folder: RunFolder, backend: PolicyBackend, engine: RolloutEngine | None, stack: ExitStack
-) -> Phases:
-    """Open the file for the stacks of this rank while an engine in this process takes too long. Collective."""
-    stacks = None
-    if not config.engine_has_own_devices:  # else the engine has deadlines
-        with raise_on_all_ranks(ConfigError, f"--output-dir {folder.path} cannot be written: choose another"):
-            stacks = StackDump(folder.path / "stacks", dist.get_rank())
-        stack.callback(stacks.close)
-    patience = 0.9 * config.launch.dist_timeout  # before a collective times out
-    return Phases(backend, engine, offload=config.sync.offload_train, stacks=stacks, patience=patience)
-
-
-def build_weight_sync(config: Config, engine: RolloutEngine, backend: PolicyBackend) -> WeightSync:
+def build_weight_sync(config: Config, engine: RolloutEngine, backend: TrainBackend) -> WeightSync:
     """Connect the backend to the engine."""
     if isinstance(engine, FeatureEngine):
         engine.use_features(backend.features)

@@ -14,7 +14,7 @@ from fsdptrain.config.rules import RunsCode
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export_folder import check_target
-from fsdptrain.trainer.backend import build_backend, install_platform_overrides
+from fsdptrain.trainer.backend import build_backend
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     recipe = checkpoint.resolve().parent.parent / CONFIG_FILE
     if not recipe.is_file():
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
-    no_reference = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
+    no_reference = {"kl_loss_coef": 0.0}
     no_code = {key.flat: key.default for key in all_keys().values() if key.is_marked(RunsCode)}
     config = load_recipe(recipe, **{**no_reference, **no_code, "fsdp_replicate_size": 1, **choices}).for_export()
     with platform.process_group(config.launch.dist_timeout):
@@ -38,7 +38,6 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
             if dist.get_rank() == 0:
                 sources = (config.model.hf_checkpoint, config.ref.load)
                 check_target(output, flag=f"--output {output}", sources=sources)
-        install_platform_overrides()
         backend = build_backend(_split_to_fit(config, dist.get_world_size()))
         backend.load(checkpoint)
         backend.export(output)

@@ -22,19 +22,19 @@ _CARD = "---\ntags: [fsdptrain]\n---\n# {}\nTrained with fsdptrain.\n"
 def open_repository(config: Config) -> None:
     """Create the repository, so that a missing login ends the run before it begins. Collective.
 
-    Raises ConfigError on all ranks, also for a public repository with --hub-private.
+    Raises ConfigError on all ranks, also for a public repository.
     """
-    name, private = config.run.push_to_hub, config.run.hub_private
+    name = config.run.push_to_hub
     with raise_on_all_ranks(ConfigError, "--push-to-hub"):
         if dist.get_rank() == 0:
             assert name is not None
             with _named_errors(name, "log in by `hf auth login`, with a token that may write"):
                 api = HfApi()
-                api.create_repo(name, private=private, exist_ok=True)
+                api.create_repo(name, private=True, exist_ok=True)
                 api.auth_check(name, write=True)
-                if private and not api.model_info(name).private:
+                if not api.model_info(name).private:
                     raise ConfigError(
-                        f"--push-to-hub {name} is a public repository: choose another, or allow it by --no-hub-private"
+                        f"--push-to-hub {name} is a public repository: choose another, or make it private"
                     )
 
 

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
+from fsdptrain.algo.advantages import scale_over_batch
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.trainer import metrics
-from fsdptrain.trainer.batches import PackingRules, StepBatches, pack_rollout
+from fsdptrain.trainer.batches import PackingRules, StepBatches, in_epochs, pack_rollout
 from fsdptrain.trainer.components import Components
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import step_profiler
 from fsdptrain.trainer.progress import Progress
 from fsdptrain.trainer.run_dir import EXPORT
 from fsdptrain.trainer.samples.source import RolloutBatch
-from fsdptrain.trainer.shown import TrainedTokens, rows_without_training
+from fsdptrain.trainer.shown import sample_rows
 from fsdptrain.trainer.stopping import StopRequest
-from fsdptrain.types import Metrics, Sample
+from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
     from fsdptrain.trainer.trainer import Trainer
@@ -154,19 +154,18 @@ class TrainingLoop:
             self._call("on_rollout", rollout.samples)
             steps = pack_rollout(self._config, rollout, self._rules, self.step)  # as many packs on every rank
             with self._phases("logprobs"):  # of the old policy and the reference, before the first update
-                steps, kl_metrics = self._logprobs.of_rollout(steps, rollout, self._new_advantages)
-            tokens = TrainedTokens(rollout.shown)
-            trained = self._optimize(steps, tokens)
+                steps = self._logprobs.compute(steps)
+            steps = in_epochs(steps, self._config.batch.epochs_per_rollout, seed=f"{self._rules.seed}/{self.step}")
+            trained = self._optimize(steps)
             self._progress.step += 1
             self._update_reference()
             if self._weight_sync is not None:
                 self._weight_sync.observe(trained)
             self._push_weights()  # to the engine, then verify
             self._start_rollouts()
-        trained = kl_metrics | trained
         values = self._report.step(rollout, steps, self._phases, self._weight_sync, trained, step=self.step)
         self._call("on_step", values)
-        self._report.log_samples(tokens.rows(rollout.samples, self.tokenizer), "train", self.step)
+        self._report.log_samples(sample_rows(rollout.shown, self.tokenizer, rollout.samples), "train", self.step)
 
     def _collect(self) -> RolloutBatch:
         """The samples of this rank, with advantages, none longer than a pack."""
@@ -186,13 +185,9 @@ class TrainingLoop:
             kept = scale_over_batch(kept, self._advantages, metrics.reduce_sums)
         return replace(rollout, samples=kept, num_dropped=rollout.num_dropped + dropped)
 
-    def _optimize(self, steps: Sequence[StepBatches], tokens: TrainedTokens) -> Metrics:
+    def _optimize(self, steps: Sequence[StepBatches]) -> Metrics:
         with self._phases("train"):
-            options = self._config.algorithm
-            found = [
-                self._backend.train_step(step.packs, tokens.recorded_by(self._loss, step.packs), options)
-                for step in steps
-            ]
+            found = [self._backend.train_step(step.packs, self._loss, self._config.algorithm) for step in steps]
             self._progress.count_updates(found)
             return metrics.mean_metrics(found, [step.packs[0].num_trained_tokens for step in steps])
 
@@ -223,18 +218,12 @@ class TrainingLoop:
         with self._phases("eval"):
             values, shown = self._evaluation.run()
         self._report.log(values, self.step)
-        self._report.log_samples(rows_without_training(shown, self.tokenizer), "heldout", self.step)
+        self._report.log_samples(sample_rows(shown, self.tokenizer), "heldout", self.step)
         self._call("on_eval", values)
 
     def _call(self, method: str, argument: Any) -> None:
         for callback in self._trainer.callbacks:
             getattr(callback, method)(self._trainer, argument)
-
-    def _new_advantages(self, samples: list[Sample]) -> list[Sample]:
-        """Of samples whose rewards have changed."""
-        with raise_on_all_ranks(RolloutError, "--advantage-estimator"):
-            samples = assign_advantages(samples, self._advantages)
-        return scale_over_batch(samples, self._advantages, metrics.reduce_sums)
 
     def _save(self) -> None:
         """With --offload-train the engine sleeps meanwhile, and gets its weights once more afterwards."""

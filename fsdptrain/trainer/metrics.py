@@ -12,7 +12,7 @@ from fsdptrain import platform
 from fsdptrain.algo.advantages import zero_spread_groups
 from fsdptrain.distributed import gather, sum_over_ranks
 from fsdptrain.trainer.samples.source import RolloutBatch
-from fsdptrain.types import Metrics, Sample
+from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
     from fsdptrain.trainer.batches import StepBatches
@@ -20,21 +20,7 @@ if TYPE_CHECKING:
 _OF_TOKENS = ("policy/", "mismatch/")  # metrics that are means over the trained tokens of a step
 
 
-class RewardNames:
-    """Names of the reward parts, synchronized across ranks only when a new name appears."""
-
-    def __init__(self) -> None:
-        self._known: tuple[str, ...] = ()
-
-    def of(self, samples: Sequence[Sample]) -> tuple[str, ...]:
-        """Return the sorted names on all ranks. Collective."""
-        own = {name for sample in samples for name in sample.rewards}
-        if reduce_max({"new": float(not own <= set(self._known))})["new"]:
-            self._known = tuple(sorted(set().union(self._known, *gather(sorted(own)))))
-        return self._known
-
-
-def sample_metrics(rollout_batch: RolloutBatch, reward_names: RewardNames) -> Metrics:
+def sample_metrics(rollout_batch: RolloutBatch) -> Metrics:
     """Compute reward/*, group/*, completion/*, progress/* over all ranks.
 
     Unscored samples count only in lengths. Rewards are those that advantages use, after shaping; reward parts are
@@ -42,7 +28,8 @@ def sample_metrics(rollout_batch: RolloutBatch, reward_names: RewardNames) -> Me
     includes samples that were generated but not kept.
     """
     samples = rollout_batch.samples
-    names = reward_names.of(samples)
+    own = {name for sample in samples for name in sample.rewards}
+    names = sorted({name for found in gather(own) for name in found})
     scored = [sample for sample in samples if sample.reward is not None]
     rewards = [sample.reward for sample in scored if sample.reward is not None]
     lengths = [sum(sample.loss_mask) for sample in samples]

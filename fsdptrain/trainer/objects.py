@@ -11,22 +11,20 @@ from fsdptrain.errors import ConfigError
 _ARGUMENTS = {"advantage_estimator": "advantage", "rollout_engine": "engine"}  # of `Trainer`, by option
 
 
-def named_objects(*, environment: Any, loss: Any, advantage: Any, engine: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the objects by the option that they replace."""
-    objects = {
-        "environment": _constructor(environment, ("reset", "step")),
-        "loss": loss,
-        "advantage_estimator": advantage,
-        "rollout_engine": _constructor(engine, ("generate", "update_weights")),
-        "optimizer": optimizer,
+def config_naming(
+    config: Config, objects: Mapping[str, Any], dataset: Any, eval_dataset: Any
+) -> tuple[Config, dict[str, Any]]:
+    """Return the config that names the objects, by option, and has the data; and the objects by these names."""
+    methods = {"environment": ("reset", "step"), "rollout_engine": ("generate", "update_weights")}
+    given = {
+        flat: _constructor(instance, methods[flat]) if flat in methods else instance
+        for flat, instance in objects.items()
+        if instance is not None
     }
-    return {flat: instance for flat, instance in objects.items() if instance is not None}
-
-
-def with_data(config: Config, dataset: Any, eval_dataset: Any) -> Config:
-    """Return `config` for rows from Python in place of --prompt-data and --eval-prompt-data."""
+    config = _with_paths(config, given)
     config = config if dataset is None else _with_rows(config)
-    return config if eval_dataset is None else _with_evaluation_rows(config)
+    config = config if eval_dataset is None else _with_evaluation_rows(config)
+    return config, {str(config.value(flat)): instance for flat, instance in given.items()}
 
 
 def _constructor(given: Any, methods: Sequence[str]) -> Any:
@@ -47,7 +45,7 @@ class _Returning:
         return self.found
 
 
-def config_naming(config: Config, given: Mapping[str, Any]) -> Config:
+def _with_paths(config: Config, given: Mapping[str, Any]) -> Config:
     """Return `config` with the paths of the `given` objects as values, checked again."""
     if not given:
         return config

@@ -1,5 +1,6 @@
 """The phases of a rollout: each is timed, and finds the trainer's tensors where it needs them."""
 
+import faulthandler
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,10 +10,8 @@ from torch.profiler import record_function
 
 from fsdptrain.config import Config
 from fsdptrain.config.run import profiled
-from fsdptrain.protocols import OffloadingBackend, RolloutEngine, TrainBackend
-from fsdptrain.rollout.stacks import StackDump
+from fsdptrain.protocols import RolloutEngine, TrainBackend
 
-RANGE = "phase: "  # before the names of phases in a trace
 _GENERATING = ("collect", "eval")  # phases in which the engine may need the whole device
 _WAITING = (*_GENERATING, "sync", "check")  # phases in which a rank waits for the engine
 _TRAINING = ("logprobs", "train", "save")
@@ -35,25 +34,14 @@ class Stopwatch:
 class Phases:
     """`with phases("train"): ...`; the seconds of the rollout so far are in `seconds`.
 
-    With --offload-train the trainer's tensors are in host memory while the engine generates. `stacks` are written
-    when a phase in which a rank waits for its engine takes longer than `patience` seconds.
+    With --offload-train the trainer's tensors are in host memory while the engine generates. When an engine in this
+    process takes nearly as long as --dist-timeout, each rank writes its stacks to stderr.
     """
 
-    def __init__(
-        self,
-        backend: TrainBackend,
-        engine: RolloutEngine | None,
-        *,
-        offload: bool,
-        stacks: StackDump | None,
-        patience: float,
-    ) -> None:
-        self._stacks, self._patience = stacks, patience
+    def __init__(self, config: Config, backend: TrainBackend, engine: RolloutEngine | None) -> None:
+        self._patience = 0.0 if config.engine_has_own_devices else 0.9 * config.launch.dist_timeout  # [s]
         self._engine = engine
-        self._offloading: OffloadingBackend | None = None
-        if offload:
-            assert isinstance(backend, OffloadingBackend), "the configuration refuses other backends"
-            self._offloading = backend
+        self._offloading = backend if config.sync.offload_train else None
         self._watch = Stopwatch()
 
     @property
@@ -70,13 +58,15 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._place_tensors(name)
-        stacks = self._stacks if name in _WAITING else None
-        with (
-            self._watch(name),
-            stacks.around(self._patience) if stacks else nullcontext(),
-            record_function(f"{RANGE}{name}"),
-        ):
-            yield
+        waits = self._patience > 0 and name in _WAITING
+        if waits:
+            faulthandler.dump_traceback_later(self._patience, file=2)
+        try:
+            with self._watch(name), record_function(f"phase: {name}"):
+                yield
+        finally:
+            if waits:
+                faulthandler.cancel_dump_traceback_later()
 
     def _place_tensors(self, name: str) -> None:
         if self._offloading is None:

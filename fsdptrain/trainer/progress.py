@@ -1,7 +1,6 @@
 """What a checkpoint holds beside the weights: the progress of a run. Writing and resuming it."""
 
 import json
-import os
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.protocols import TrainBackend
-from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder
 from fsdptrain.types import Metrics
@@ -78,8 +76,6 @@ class Progress:
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
             state["num_updates"] = self._num_updates
-            if RUN_ID in os.environ:
-                state[RUN_ID] = os.environ[RUN_ID]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
         return pending
 

@@ -45,7 +45,6 @@ class Reporter:
         self._speed = speed
         self._planned_memory = planned_memory
         self._folder = folder
-        self._reward_names = metrics.RewardNames()
         self._num_alike = 0  # rollouts in a row
 
     def step(
@@ -70,12 +69,11 @@ class Reporter:
 
     def sample_metrics(self, rollout: RolloutBatch, step: int) -> Metrics:
         """Of the samples to train on, when the policy has version `step`."""
-        found = metrics.sample_metrics(rollout, self._reward_names) | rollout.metrics
+        found = metrics.sample_metrics(rollout) | rollout.metrics
         if self._config.sync.max_staleness:
             from fsdptrain.trainer.token_metrics import staleness_metrics
 
-            oldest = step - self._config.sync.max_staleness if self._config.masks_stale_tokens else 0
-            found |= staleness_metrics(rollout.samples, step, oldest=oldest)
+            found |= staleness_metrics(rollout.samples, step)
         if len(self._config.data.prompt_data) > 1:
             from fsdptrain.trainer.source_metrics import source_metrics
 

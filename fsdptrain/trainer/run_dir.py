@@ -17,7 +17,7 @@ from fsdptrain.config.rules import OnResume
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.rank_variables import RUN_ID, restart_count
+from fsdptrain.rank_variables import read_rank_variables
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ def open_folder(config: Config) -> RunFolder:
     Raises ConfigError if --output-dir cannot be used.
     """
     folder = Path(config.run.output_dir)
-    restarted = any_rank(restart_count() > 0)  # machines may count restarts differently
+    variables = read_rank_variables()
+    restarted = any_rank(variables is not None and variables.restart > 0)  # machines may count restarts differently
     with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
         if dist.get_rank() == 0 and not restarted:
             _refuse_used_folder(config, folder)
@@ -142,22 +143,18 @@ def _refuse_used_folder(config: Config, folder: Path) -> None:
 
 
 def _checkpoint_to_resume(config: Config, folder: Path, *, restarted: bool) -> Path | None:
-    """Select the checkpoint. After an elastic restart, use the newest one regardless of --resume."""
+    """Select the checkpoint. A restart of torchrun takes the newest one, unless --resume names one of `folder`."""
     newest = CheckpointFolder(folder, keep_last=config.run.keep_last).latest()
-    if config.run.resume == "auto" or (config.run.resume == "never" and restarted):
+    names_one = config.run.resume not in ("auto", "never")
+    rolls_back = names_one and Path(config.run.resume).resolve().is_relative_to(folder.resolve())
+    if config.run.resume == "auto" or (restarted and newest is not None and not rolls_back):
         return newest
     if config.run.resume == "never":
         return None
     checkpoint = Path(config.run.resume).resolve()
     with raise_on_all_ranks(CheckpointError, f"--resume {checkpoint}"):
-        if restarted and newest is not None and _run_id_of(newest) == os.environ.get(RUN_ID):
-            return newest  # skip checkpoints written before this run rolled back to `checkpoint`
         if not checkpoint.is_dir():
             raise CheckpointError(
                 f"--resume {checkpoint} is not there: it is auto, never, or a folder checkpoints/step_*"
             )
     return checkpoint
-
-
-def _run_id_of(checkpoint: Path) -> str | None:
-    return json.loads((checkpoint / PROGRESS_FILE).read_text()).get(RUN_ID)

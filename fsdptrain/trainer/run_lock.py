@@ -14,15 +14,13 @@ from typing import TextIO
 import torch.distributed as dist
 
 from fsdptrain.config import Config
-from fsdptrain.distributed import any_rank, gather, raise_on_all_ranks
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.rank_variables import restart_count
 
 log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"  # names the process that holds the lock
 _SEEN_S = 60.0  # for a network file system to show what rank 0 wrote
-_FREED_S = 120.0  # for it to free the lock of a machine that died; a lease of NFS is 90 s
 
 
 @contextmanager
@@ -32,12 +30,12 @@ def lock_folder(config: Config) -> Iterator[None]:
     Raises ConfigError on all ranks if another run holds it, or if machines have different folders of this name.
     """
     folder = Path(config.run.output_dir)
-    path, patience_s = folder / LOCK_FILE, _FREED_S if any_rank(restart_count() > 0) else 0.0
+    path = folder / LOCK_FILE
     holder = gather(f"host {socket.gethostname()}, pid {os.getpid()}, since {datetime.now().astimezone()}")[0]
     file: TextIO | None = None
     with raise_on_all_ranks(ConfigError, f"--output-dir {folder} cannot be written: choose another"):
         if dist.get_rank() == 0:
-            file = _lock(path, holder, time.monotonic() + patience_s)
+            file = _lock(path, holder)
     try:
         if config.run.keep_last:  # every rank writes its own part
             with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
@@ -53,17 +51,15 @@ def lock_folder(config: Config) -> Iterator[None]:
             file.close()
 
 
-def _lock(path: Path, holder: str, deadline: float) -> TextIO:
+def _lock(path: Path, holder: str) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")
     try:
-        while not _is_locked(file):
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"--output-dir {path.parent} is in use by another run ({path.read_text() or 'it has just begun'}): "
-                    f"wait for it, or choose another folder; if that machine is gone, delete {path}"
-                )
-            time.sleep(0.5)
+        if not _is_locked(file):
+            raise ConfigError(
+                f"--output-dir {path.parent} is in use by another run ({path.read_text() or 'it has just begun'}): "
+                f"wait for it, or choose another folder; if that machine is gone, delete {path}"
+            )
         file.truncate(0)
         file.write(holder)
         file.flush()

@@ -12,7 +12,7 @@ from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.data.sft import SampleBuilder
 from fsdptrain.distributed import gather, raise_on_all_ranks, sum_over_ranks
 from fsdptrain.errors import DataError
-from fsdptrain.trainer.backend import PolicyBackend
+from fsdptrain.protocols import TrainBackend
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.evaluation import Evaluation
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class LossEvaluation:
     """Held-out samples of this rank, by source of the data."""
 
-    backend: PolicyBackend
+    backend: TrainBackend
     rules: PackingRules
     samples: Mapping[str, list[Sample]]  # the same keys on every rank; "": data of one source
     images: Mapping[str, Images]
@@ -38,7 +38,7 @@ class LossEvaluation:
     def of(
         cls,
         config: Config,
-        backend: PolicyBackend,
+        backend: TrainBackend,
         *,
         samples: Mapping[str, list[Sample]],
         data: RunData,
@@ -50,7 +50,7 @@ class LossEvaluation:
         with raise_on_all_ranks(DataError, "rows held out for evaluation"):
             samples = {name: drop_overlong(made, **limit)[0] for name, made in samples.items()}  # type: ignore[arg-type]
         images = {name: image for prompts in data.supervised.values() for name, image in images_of(prompts).items()}
-        return cls(backend, replace(rules, steps_per_epoch=1, num_epochs=1), samples, images, generation)
+        return cls(backend, replace(rules, num_steps=1), samples, images, generation)
 
     def run(self) -> tuple[Metrics, list[Shown]]:
         """Return eval/loss, a mean over the trained tokens of all ranks, and eval/perplexity, also by source.

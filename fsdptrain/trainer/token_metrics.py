@@ -1,7 +1,6 @@
 """Metrics of some runs only: the turns of episodes, and the age of the weights that sampled the tokens."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fsdptrain.trainer.metrics import reduce_max, reduce_sums
 from fsdptrain.types import Metrics, Sample
@@ -22,43 +21,26 @@ def episode_metrics(samples: Sequence[Sample]) -> Metrics:
     }
 
 
-def staleness_metrics(samples: Sequence[Sample], step: int, *, oldest: int) -> Metrics:
+def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
     """Compute staleness/* over all ranks. Collective.
 
-    The staleness of a trained token is the number of versions between its weights and the current version, `step`.
-    Tokens of versions below `oldest` are not trained.
+    The staleness of a token is the number of versions between its weights and the current version, `step`.
     """
-    versions = [
-        version
-        for episode in samples
-        for sample in episode.sequences
-        for version, own in zip(_versions(sample), sample.loss_mask, strict=True)
+    sequences = [sample for episode in samples for sample in episode.sequences]
+    versions = [sample.versions or [sample.policy_version] * len(sample.loss_mask) for sample in sequences]
+    ages = [
+        step - version
+        for row, sample in zip(versions, sequences, strict=True)
+        for version, own in zip(row, sample.loss_mask, strict=True)
         if own
     ]
-    ages = [step - version for version in versions if version >= oldest]
     mixed = sum(sample.versions is not None for sample in samples)
-    total = reduce_sums({"ages": sum(ages), "trained": len(ages), "sampled": len(versions), "mixed": mixed})
+    total = reduce_sums({"ages": sum(ages), "count": len(ages), "mixed": mixed})
     return {
-        "staleness/mean": total["ages"] / max(1.0, total["trained"]),
+        "staleness/mean": total["ages"] / max(1.0, total["count"]),
         "staleness/max": reduce_max({"age": max(ages, default=0)})["age"],
         "staleness/mixed_version_samples": total["mixed"],
-        "staleness/masked_fraction": 1 - total["trained"] / max(1.0, total["sampled"]),
     }
-
-
-def without_stale_tokens(samples: Sequence[Sample], oldest: int) -> list[Sample]:
-    """Leave tokens of versions below `oldest` out of the loss. Their samples still count in the group baseline."""
-
-    def masked(sample: Sample) -> Sample:
-        rows = zip(_versions(sample), sample.loss_mask, strict=True)
-        return replace(sample, loss_mask=[own and version >= oldest for version, own in rows])
-
-    return [masked(sample) for sample in samples]
-
-
-def _versions(sample: Sample) -> list[int]:
-    """Return the version of each token."""
-    return sample.versions or [sample.policy_version] * len(sample.loss_mask)
 
 
 def _num_observed(loss_mask: Sequence[bool]) -> int:

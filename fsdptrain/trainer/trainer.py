@@ -12,14 +12,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
-from fsdptrain.config import Config, check_own_launch, check_processes
+from fsdptrain.config import Config, check_processes
 from fsdptrain.config.checks import across_nodes
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine
 from fsdptrain.trainer.callbacks import Callback
 from fsdptrain.trainer.components import build_components
 from fsdptrain.trainer.loop import TrainingLoop
-from fsdptrain.trainer.objects import config_naming, named_objects, with_data
 from fsdptrain.trainer.result import RunResult
 from fsdptrain.trainer.run_dir import EXPORT
 from fsdptrain.trainer.run_lock import lock_folder
@@ -72,21 +71,24 @@ class Trainer:
     ) -> None:
         if reward is not None and not config.generates:
             raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft without --sft-eval-generate")
-        objects = named_objects(
-            environment=environment,
-            loss=loss,
-            advantage=advantage,
-            engine=engine,
-            optimizer=optimizer,
-        )
-        self.config = with_data(config_naming(config, objects), dataset, eval_dataset)
+        objects = {
+            "environment": environment,
+            "loss": loss,
+            "advantage_estimator": advantage,
+            "rollout_engine": engine,
+            "optimizer": optimizer,
+        }
+        self.config, self._objects = config, {}
+        if any(value is not None for value in (*objects.values(), dataset, eval_dataset)):
+            from fsdptrain.trainer.objects import config_naming
+
+            self.config, self._objects = config_naming(config, objects, dataset, eval_dataset)
         self.callbacks = list(callbacks)
-        self._objects = {str(self.config.value(flat)): instance for flat, instance in objects.items()}
         self._reward = reward
         self._rows = (dataset, eval_dataset)
         self._loop: TrainingLoop | None = None
         self._resources = ExitStack()
-        self._stop = StopRequest(grace_period=config.launch.grace_period)
+        self._stop = StopRequest()
 
     def __enter__(self) -> Self:
         self._opened()
@@ -110,7 +112,8 @@ class Trainer:
             if self._loop is None:
                 stack.push(self.__exit__)
             loop = self._opened()
-            with self._stop if self.config.run.num_rollout else nullcontext():  # an evaluation ends at once
+            trains = self.config.run.num_rollout > 0  # else a signal ends the evaluation at once
+            with self._stop.from_signals() if trains else nullcontext():
                 loop.run()
             if self.config.run.push_to_hub is not None and not loop.stopped and dist.get_rank() == 0:
                 from fsdptrain.trainer.hub import push
@@ -184,8 +187,6 @@ class Trainer:
     @contextmanager
     def _built(self) -> Iterator[TrainingLoop]:
         """Open the process group, the folder, the data, the model and the engine; close them on exit. Collective."""
-        if not dist.is_initialized():  # else `fsdptrain.launch` has checked
-            check_own_launch(self.config)
         with platform.process_group(self.config.launch.dist_timeout):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)

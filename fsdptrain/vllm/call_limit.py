@@ -52,7 +52,7 @@ class CallLimit:
         )
 
     def _end_process(self, call: str, seconds: float) -> None:
-        """With an exit code after which --resume auto and --max-restarts continue."""
+        """With an exit code after which the same command continues."""
         stacks = ""
         try:
             dump = StackDump(self._folder, self._rank)

@@ -126,4 +126,3 @@ def test_a_program_that_fails_or_hangs_is_named(model: Path, tmp_path: Path, how
 def test_options_that_agents_do_not_have_are_refused(model: Path, tmp_path: Path) -> None:
     flags = ["--environment", f"{AGENTS}:two_turns"]
     assert "--max-turns has no effect on an agent" in run(model, tmp_path, *flags, "--max-turns", "3", code=2)
-    assert "--kl-reward-coef does not work" in run(model, tmp_path, *flags, "--kl-reward-coef", "0.1", code=2)

@@ -17,11 +17,9 @@ from fsdptrain.config import Config, DataConfig, RolloutConfig
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.trainer.samples.background import open_background
-from fsdptrain.trainer.samples.continuous import ContinuousSource, assign
+from fsdptrain.trainer.samples.continuous import ContinuousSource, assign, open_threads
 from fsdptrain.trainer.samples.selection import SelectionRules
 from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
-from fsdptrain.trainer.token_metrics import without_stale_tokens
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, spawn, tiny_tokenizer
@@ -107,8 +105,8 @@ def run(made: ContinuousSource, engine: Gated, steps: range = range(STEPS)) -> l
     return found
 
 
-def long_group() -> tuple[list[list[int]], list[list[int]], dict[str, float]]:
-    """Prompt 1 is answered before step 3: with partial rollouts and without."""
+def long_group() -> tuple[list[list[int]], float]:
+    """Prompt 1 is answered before step 3."""
     engine = Gated([1])
     with source(engine) as made:
         first = run(made, engine, range(3))
@@ -117,21 +115,15 @@ def long_group() -> tuple[list[list[int]], list[list[int]], dict[str, float]]:
         made._open[0].work and made._open[0].work.result(60)
         while made._open[0].result is None:
             made._exchange()
-        partial = [*first, *run(made, engine, range(3, STEPS))]
-    engine = Gated([1])
-    with source(engine, partial=False) as made:
-        threading.Timer(0.3, engine.open, [1]).start()
-        whole = run(made, engine)
-    return partial, whole, {"unfinished": unfinished}
+        return [*first, *run(made, engine, range(3, STEPS))], unfinished
 
 
 def test_a_long_group_goes_on_into_a_later_step_and_every_prompt_is_trained_once() -> None:
-    for partial, whole, metrics in spawn(2, long_group):
-        assert [len(groups) for groups in partial] == [WANTED] * STEPS
-        assert sorted(label for groups in partial for label in groups) == list(range(WANTED * STEPS))
-        assert 1 in partial[3], "the oldest finished group comes first"
-        assert metrics["unfinished"] >= 1
-        assert whole == [list(range(WANTED * i, WANTED * (i + 1))) for i in range(STEPS)]
+    for steps, unfinished in spawn(2, long_group):
+        assert [len(groups) for groups in steps] == [WANTED] * STEPS
+        assert sorted(label for groups in steps for label in groups) == list(range(WANTED * STEPS))
+        assert 1 in steps[3], "the oldest finished group comes first"
+        assert unfinished >= 1
 
 
 def ages(staleness: int) -> list[int]:
@@ -205,9 +197,9 @@ class Counting(SingleTurn):
         return replace(super().sample(*args, **more), counts={"agent/calls": 1.0})
 
 
-def counted(partial: bool) -> list[float]:
+def counted() -> list[float]:
     engine = Gated([])
-    with source(engine, partial=partial) as made:
+    with source(engine) as made:
         made.sampler = Counting(**vars(made.sampler))
         found = []
         for step in range(STEPS):
@@ -216,19 +208,14 @@ def counted(partial: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("partial", [True, False])
-def test_metrics_of_the_sampler_are_summed_over_the_groups_of_the_step(partial: bool) -> None:
-    assert spawn(2, counted, partial) == [[WANTED] * STEPS] * 2
+def test_metrics_of_the_sampler_are_summed_over_the_groups_of_the_step() -> None:
+    assert spawn(2, counted) == [[WANTED] * STEPS] * 2
 
 
-def test_options_of_continuous_rollouts_are_refused_where_whole_rollouts_are_generated() -> None:
-    engine = FakeRolloutEngine(lambda prompt, index: [5])
-    base = {"hf_checkpoint": "x", "max_staleness": 1, "mismatch_correction": "tis"}
-    with ExitStack() as stack:
-        assert open_background(Config(**base), engine, stack) is None
-        for name, value in {"rollout_slots": 2, "partial_rollout": False}.items():
-            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} has no effect, because this engine"):
-                open_background(Config(**base, **{name: value}), engine, stack)
+def test_an_engine_that_cannot_keep_requests_is_refused() -> None:
+    config = Config(hf_checkpoint="x", max_staleness=1, mismatch_correction="tis")
+    with ExitStack() as stack, pytest.raises(ConfigError, match="--max-staleness 1 needs an engine that keeps"):
+        open_threads(config, FakeRolloutEngine(lambda prompt, index: [5]), stack)
 
 
 def resumed() -> list[list[int]]:
@@ -280,13 +267,3 @@ def test_new_groups_go_to_the_ranks_with_the_fewest() -> None:
     assert assign(4, [0, 0]) == [0, 0, 1, 1]
     assert assign(4, [5, 2, 2]) == [1, 1, 2, 2]
     assert assign(0, [1]) == []
-
-
-def test_only_tokens_within_the_staleness_are_trained() -> None:
-    mask = [False, True, True, False, True]
-    sample = Sample("g", [1] * 5, mask, [0.0] * 5, policy_version=3, versions=[3, 3, 4, 4, 5])
-    whole = Sample("g", [1] * 5, mask, [0.0] * 5, policy_version=3)
-    [mixed, old] = without_stale_tokens([sample, whole], 4)
-    assert mixed.loss_mask == [False, False, True, False, True]
-    assert not any(old.loss_mask)
-    assert [s.loss_mask for s in without_stale_tokens([sample, whole], 3)] == [mask, mask]

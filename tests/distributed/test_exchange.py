@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.algo.weights import num_loss_tokens
-from fsdptrain.data.packing.exchange import _without_tokens, exchange_rows, exchange_samples
+from fsdptrain.data.packing.exchange import _without_tokens, exchange_samples
 from fsdptrain.data.packing.sample_index import gather_index
 from fsdptrain.types import Sample
 from tests.testing import spawn
@@ -76,24 +76,6 @@ def test_every_sample_arrives_once_bit_by_bit_in_the_order_of_the_plan(world_siz
     (_, destinations), _ = results[0]
     for rank, (_, received) in enumerate(results):
         assert received == [everything[i] for i in destinations[rank]]
-
-
-def row_of(number: int) -> torch.Tensor:
-    return torch.arange(number * 3.0, number * 3.0 + (number + 1) * 3).reshape(number + 1, 3)
-
-
-def exchanged_rows(wanted: list[list[int]]) -> list[torch.Tensor]:
-    """Rank r holds the rows r, r + N, ..."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    holders = {number: number % num_ranks for number in range(6)}
-    rows = {number: row_of(number) for number, holder in holders.items() if holder == rank}
-    return exchange_rows(rows, wanted, holders=holders, shapes=[(number + 1, 3) for number in wanted[rank]])
-
-
-@pytest.mark.parametrize("wanted", [[[5, 0, 0, 3]], [[1, 5, 3, 0, 2], [4, 4, 1]], [[5], [], [0, 3, 1], [2, 2]]])
-def test_every_rank_gets_the_rows_that_it_wants_in_their_order(wanted: list[list[int]]) -> None:
-    for numbers, rows in zip(wanted, spawn(len(wanted), exchanged_rows, wanted), strict=True):
-        assert [row.tolist() for row in rows] == [row_of(number).tolist() for number in numbers]
 
 
 def test_what_all_ranks_gather_of_a_sample_has_no_value_per_token() -> None:

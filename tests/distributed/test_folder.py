@@ -17,48 +17,48 @@ from fsdptrain.config import Config, to_yaml
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, open_folder
 from fsdptrain.trainer.run_lock import LOCK_FILE, lock_folder
-from tests.testing import preloaded_context, spawn
+from tests.testing import preloaded_context, rank_variables, spawn
 
 
-def checkpoint(folder, step, run_id):
+def checkpoint(folder, step):
     path = folder / f"checkpoints/step_{step:08d}"
     path.mkdir(parents=True)
-    (path / PROGRESS_FILE).write_text(json.dumps({"step": step, "TORCHELASTIC_RUN_ID": run_id}))
+    (path / PROGRESS_FILE).write_text(json.dumps({"step": step}))
     return path
 
 
 @pytest.mark.parametrize(
-    ("resume", "run_id", "restarts", "step"),
+    ("resume", "restarts", "step"),
     [
-        ("auto", "another", 0, 3),
-        ("never", "another", 1, 3),
-        ("checkpoints/step_00000001", "ours", 0, 1),
-        ("checkpoints/step_00000001", "ours", 1, 3),
-        ("checkpoints/step_00000001", "another", 1, 1),  # step 3 is from before the run went back to 1
+        ("auto", 0, 3),
+        ("never", 1, 3),
+        ("run/checkpoints/step_00000001", 0, 1),
+        ("run/checkpoints/step_00000001", 1, 1),
+        ("other/checkpoints/step_00000002", 0, 2),
+        ("other/checkpoints/step_00000002", 1, 3),
     ],
 )
-def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, resume, run_id, restarts, step):
-    for number in (1, 3):
-        checkpoint(tmp_path, number, "ours")
-    (tmp_path / "config.yaml").write_text("hf_checkpoint: x\n")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, resume, restarts, step):
+    run = tmp_path / "run"
+    for folder, number in ((run, 1), (run, 3), (tmp_path / "other", 2)):
+        checkpoint(folder, number)
+    (run / "config.yaml").write_text("hf_checkpoint: x\n")
     resume = str(tmp_path / resume) if "/" in resume else resume
     with platform.process_group(10):
-        folder = open_folder(Config(hf_checkpoint="x", output_dir=str(tmp_path), resume=resume))
+        for name, value in {**rank_variables(0, 1, 29500), "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():
+            monkeypatch.setenv(name, value)
+        folder = open_folder(Config(hf_checkpoint="x", output_dir=str(run), resume=resume))
     assert folder.resumed_step == step
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """A run of two rollouts: (its folder, its checkpoint, what opens it with other options)."""
-    for name in ("RUN_ID", "RESTART_COUNT"):
-        monkeypatch.delenv(f"TORCHELASTIC_{name}", raising=False)
     folder, options = (
         tmp_path / "run",
         {"hf_checkpoint": str(tmp_path / "a"), "prompt_data": "x.jsonl", "reward": "math"},
     )
-    path = checkpoint(folder, 2, "ours")
+    path = checkpoint(folder, 2)
     (folder / "config.yaml").write_text(to_yaml(Config(**options, num_rollout=4, output_dir=str(folder))))
 
     def reopen(**values):
@@ -107,7 +107,7 @@ def test_options_that_leave_the_experiment_are_named_in_one_line(run, caplog, tm
 def test_results_of_another_experiment_are_never_replaced(run, tmp_path):
     """Also where the checkpoint is from elsewhere, and where the other run kept only its model."""
     folder, path, reopen = run
-    elsewhere = checkpoint(tmp_path / "other", 1, "ours")
+    elsewhere = checkpoint(tmp_path / "other", 1)
     with pytest.raises(ConfigError, match=r"--lora-rank 8 in place of 0: choose another --output-dir$"):
         reopen(lora_rank=8, resume=str(elsewhere))
     shutil.rmtree(path)

@@ -98,7 +98,7 @@ def gradients(
     max_tokens, layout = cut
     found: Gradients = {}
     for number, (loss, aggregation) in enumerate(chosen):
-        rules = PackingRules(max_tokens, aggregation, MAX_RESPONSE, 1, 1, 0, layout)
+        rules = PackingRules(max_tokens, aggregation, MAX_RESPONSE, 1, 0, layout)
         [step] = make_batches(own_share(samples), rules, rollout=0)
         model.zero_grad()
         for batch in map(off_policy, step.packs):

@@ -64,7 +64,7 @@ def grouped_samples() -> list[Sample]:
 def rollout(backend: FSDPBackend, sharing: Any, num_steps: int) -> list[StepBatches]:
     assert sharing == "off" or shares_prefixes(backend)
     layout = backend.layout_probe.layout
-    rules = PackingRules(MAX_TOKENS, "sequence_mean", MAX_RESPONSE, num_steps, 1, 0, layout, features=backend.features)
+    rules = PackingRules(MAX_TOKENS, "sequence_mean", MAX_RESPONSE, num_steps, 0, layout, features=backend.features)
     return make_batches(own_share(grouped_samples()), rules, rollout=0)
 
 

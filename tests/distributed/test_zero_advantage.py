@@ -18,8 +18,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config.presets import LOSS_OPTIONS
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
-from fsdptrain.trainer.epochs import carry_scores
+from fsdptrain.trainer.batches import PackingRules, StepBatches, in_epochs, make_batches
 from fsdptrain.trainer.metrics import packing_metrics
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import LossConfig, Metrics, Sample
@@ -57,9 +56,9 @@ def options(number: int) -> LossConfig:
     )  # fmt: skip
 
 
-def rollout(backend: FSDPBackend, items: list[Sample], aggregation: str, skips: bool, steps: int = 1, epochs: int = 1):
+def rollout(backend: FSDPBackend, items: list[Sample], aggregation: str, skips: bool, steps: int = 1):
     layout, features = backend.layout_probe.layout, backend.features
-    rules = PackingRules(MAX_TOKENS, aggregation, MAX_RESPONSE, steps, epochs, 0, layout, features=features)
+    rules = PackingRules(MAX_TOKENS, aggregation, MAX_RESPONSE, steps, 0, layout, features=features)
     return make_batches(own_share(items), replace(rules, skips_zero_advantage=skips), rollout=0)
 
 
@@ -133,10 +132,10 @@ def several_updates(checkpoint: str, skips: bool) -> tuple[list[dict[str, torch.
     backend = FSDPBackend(config(checkpoint, adam_eps=0.01, prefix_sharing="on"), total_steps=10)
     gradients, found = keep_gradients(backend._optimizer), []
     for left in ("some", "one", "none"):
-        first, second, *later = rollout(backend, some_samples(left), "sequence_mean", skips, steps=2, epochs=2)
+        steps = rollout(backend, some_samples(left), "sequence_mean", skips, steps=2)
         with Exact():
-            done = [replace(step, packs=scored(backend, step.packs, reference=False)) for step in (first, second)]
-            for step in [*done, *carry_scores(done, later)]:
+            done = [replace(step, packs=scored(backend, step.packs, reference=False)) for step in steps]
+            for step in in_epochs(done, 2, seed="0"):
                 backend.train_step(step.packs, LOSSES["cispo"], LossConfig())
                 found.append(dict(gradients))
     return found, full_state(backend._model)
@@ -155,7 +154,7 @@ def test_weights_after_several_updates_and_epochs_are_the_same(checkpoint: str) 
 def share_of_skipped_tokens(checkpoint: str) -> tuple[float, list[float]]:
     """Over a rollout of several steps, and in each of them."""
     backend = FSDPBackend(config(checkpoint), total_steps=10)
-    steps = rollout(backend, some_samples("one"), "token_mean", True, steps=2, epochs=2)
+    steps = rollout(backend, some_samples("one"), "token_mean", True, steps=2)
     share, *shares = (packing_metrics(chosen)["perf/skipped_tokens"] for chosen in (steps, *([step] for step in steps)))
     return share, shares
 
@@ -168,7 +167,7 @@ def test_the_share_of_skipped_tokens_is_of_the_tokens_of_the_rollout(checkpoint:
 
 
 def no_samples(_: None) -> list[int]:
-    found = make_batches([], PackingRules(9, "token_mean", 9, 1, 1, 0, "packed", skips_zero_advantage=True), rollout=0)
+    found = make_batches([], PackingRules(9, "token_mean", 9, 1, 0, "packed", skips_zero_advantage=True), rollout=0)
     return [len(found), dist.get_rank()]
 
 

@@ -1,9 +1,5 @@
-"""`python -m tests.e2e.rank_program <fate> ...`: two ranks that meet one fate after each restart, the next one.
+"""`python -m tests.e2e.rank_program <fate> ...`: two ranks that meet one fate after each restart, the next one."""
 
-OPTIONS in the environment holds more options of the configuration, as JSON.
-"""
-
-import json
 import os
 import signal
 import sys
@@ -18,11 +14,7 @@ def meet(fates: list[str]) -> None:
 
     from fsdptrain.errors import CheckpointError
 
-    rank, restarts = (
-        int(os.environ["RANK"]),
-        int(os.environ.get("FSDPTRAIN_RESTART_COUNT", os.environ["TORCHELASTIC_RESTART_COUNT"])),
-    )
-    fate = fates[restarts]
+    rank, fate = int(os.environ["RANK"]), fates[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
     total = torch.ones(())
     dist.all_reduce(total)
     if fate == "talk":
@@ -46,7 +38,7 @@ def meet(fates: list[str]) -> None:
 def main() -> int:
     from fsdptrain.config import Config
 
-    config = Config(hf_checkpoint="unused", dist_timeout=60, **json.loads(os.environ.get("OPTIONS", "{}")))
+    config = Config(hf_checkpoint="unused", dist_timeout=60)
     if "RANK" in os.environ:
         from fsdptrain.launch.ranks import run_as_rank
 
@@ -55,7 +47,7 @@ def main() -> int:
     from fsdptrain.launch.local import start_ranks
 
     try:
-        return start_ranks(config, sys.argv[1:], nproc=2, module="tests.e2e.rank_program")
+        return start_ranks(sys.argv[1:], nproc=2, module="tests.e2e.rank_program")
     except FsdptrainError as error:
         sys.stderr.write(f"fsdptrain: {error}\n")
         return 2

@@ -61,7 +61,7 @@ def test_help_of_a_section_shows_its_options_and_a_word_searches():
     ]
     kl = re.findall(r"^(--\S+)", fsdptrain("--help", "kl").stdout, re.MULTILINE)
     assert kl[0].count("kl")
-    assert {"--kl-loss-coef", "--kl-reward-coef"} <= {*kl}
+    assert {"--kl-loss-coef", "--kl-loss-type"} <= {*kl}
     assert "--lora-rank" not in kl
     unknown = fsdptrain("--help", "rolout")
     assert (unknown.returncode, unknown.stdout) == (2, "")

@@ -147,11 +147,10 @@ def test_a_token_that_may_not_write_ends_the_run_before_it_begins(hub: Hub) -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_public_repository_is_refused_unless_allowed(hub: Hub) -> None:
+def test_a_public_repository_is_refused(hub: Hub) -> None:
     hub.private[NAME] = False
     with pytest.raises(ConfigError, match="is a public repository"):
         open_repository(Config(hf_checkpoint="x", push_to_hub=NAME))
-    open_repository(Config(hf_checkpoint="x", push_to_hub=NAME, hub_private=False))
 
 
 @pytest.mark.usefixtures("alone")

@@ -13,8 +13,8 @@ from tests.e2e.command import TINY_RUN
 from tests.matrix import only
 from tests.testing import rank_variables
 
-# two epochs, old and reference logprobs, and a KL term that is exchanged between the owners of samples and their packs
-FLAGS = "--steps-per-rollout 4 --epochs-per-rollout 2 --kl-reward-coef 0.1 --save-interval 1"
+# two epochs, old and reference logprobs
+FLAGS = "--steps-per-rollout 4 --epochs-per-rollout 2 --kl-loss-coef 0.1 --save-interval 1"
 COMPARED = ("loss/total", "policy/entropy", "policy/ref_kl", "reward/mean", "optim/grad_norm", "progress/tokens")
 SPLITS = {
     "tensor": ("qwen3", ["--tensor-parallel-size", "2"]),

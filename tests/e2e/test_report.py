@@ -22,10 +22,6 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
     assert table["reward"][-2:] == [f"{last['reward/mean']:.3f}", "2"]
     assert "accuracy" in table
     assert f"grpo of {checkpoint}" in result.out.replace("\n", "")
-    assert "steps 2 to 2 of rank 0, on the CPU" in result.out
-    phases = {line.split()[1]: float(line.split()[2]) for line in result.out.splitlines() if line.startswith("phase:")}
-    assert {"collect", "train", "sync"} <= set(phases)
-    assert 0 < phases["train"] < last["perf/train_s"] + 0.002  # rounded
     with gzip.open(run / "profile" / "rank0_step2-2.json.gz") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"phase: train", "aten::mm"} <= names

@@ -74,10 +74,8 @@ def test_a_rank_that_hangs_in_its_engine_ends_the_run_and_leaves_the_stacks_of_a
     argv += ["--dist-timeout", "40", "--output-dir", str(tmp_path / "run")]
     result = command.run([*argv, "--nproc-per-node", "2"], tmp_path / "log", timeout=200)
     assert result.code == 1
-    stacks = tmp_path / "run" / "stacks"
-    assert f"Stacks of each rank: {stacks}" in result.err
-    assert "in collect" in (stacks / "rank0.txt").read_text()
-    assert "in wait_in_vain" in (stacks / "rank1.txt").read_text()
+    assert "in collect" in result.err
+    assert "in wait_in_vain" in result.err
 
 
 def test_offload_train_changes_no_bit(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ OPTIONS = {
             "2",
         ),
     ],
-    "a reference that moves, in the reward": [
+    "a reference that moves": [
         *TINY,
-        *("--kl-reward-coef", "0.1", "--ref-load", "{hub}/reference", "--ref-update-interval", "1"),
+        *("--kl-loss-coef", "0.1", "--ref-load", "{hub}/reference", "--ref-update-interval", "1"),
         *("--rollout-top-k", "20", "--rollout-temperature", "0.7", "--global-batch-size", "8"),
     ],
     "gspo, corrected, recomputed": [

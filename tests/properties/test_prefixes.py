@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
 from fsdptrain.data.packing.pack import PackPlan, pack, plan_packs
-from fsdptrain.data.packing.prefixes import prompt_key, share_prefixes
+from fsdptrain.data.packing.prefixes import prefix_layout, prompt_key, share_prefixes
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
 from fsdptrain.features.prefix_sharing.plan import MIN_GAIN, MOST_SHARED, plan_shared
@@ -175,7 +175,7 @@ def shared_of(families: list[tuple[int, list[int]]]) -> tuple[SharedPrefixes, tu
             segments.append(first if number and prefix else -1)
             lengths.append(prefix if number else 0)
             seqlens.append(prefix + own)
-    return SharedPrefixes.of(segments, lengths, seqlens), tuple(seqlens)
+    return prefix_layout(segments, lengths, seqlens), tuple(seqlens)
 
 
 def limits(shared: SharedPrefixes, seqlens: tuple[int, ...]) -> Boundaries:

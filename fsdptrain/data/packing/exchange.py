@@ -8,8 +8,7 @@ collective over the default group, whose CPU backend is gloo.
 Measured on torch 2.13: gloo's all_to_all_single supports uneven splits on 1, 2 and 4 ranks, so no padding is needed.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,35 +49,6 @@ def exchange_samples(
         arrived |= {i: _with_tokens(records[i], *tokens) for i, *tokens in parts}
     found = [arrived[i] for i in destinations[rank]]
     return found if index.route_shape is None else _with_routes(found, outgoing, destinations[rank], index)
-
-
-def exchange_rows(
-    rows: Mapping[int, Tensor],
-    wanted: Sequence[Sequence[int]],
-    *,
-    holders: Mapping[int, int],
-    shapes: Sequence[tuple[int, ...]],
-) -> list[Tensor]:
-    """Send rows to the ranks that need them. Returns this rank's rows, in the order of `wanted`.
-
-    Args:
-        rows: number -> float32 tensor, for the rows on this rank.
-        wanted: [rank] -> row numbers, repeats allowed; equal on all ranks.
-        holders: number -> rank that holds the row; equal on all ranks.
-        shapes: shapes of the rows that this rank receives.
-    """
-    rank, num_ranks = _rank_and_size()
-    if num_ranks == 1:
-        return [rows[i] for i in wanted[0]]
-    parts = [[rows[i].reshape(-1) for i in numbers if holders[i] == rank] for numbers in wanted]
-    received = _all_to_all([torch.cat([torch.empty(0), *part]) for part in parts])
-    used = [0] * num_ranks
-    found: list[Tensor] = []
-    for i, shape in zip(wanted[rank], shapes, strict=True):
-        start = used[holders[i]]
-        used[holders[i]] = end = start + math.prod(shape)
-        found.append(received[holders[i]][start:end].reshape(shape))
-    return found
 
 
 def _rank_and_size() -> tuple[int, int]:

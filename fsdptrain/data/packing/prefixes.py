@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from fsdptrain.types import Sample, SharedPrefixes
 
@@ -42,4 +43,23 @@ def share_prefixes(samples: Sequence[Sample]) -> SharedPrefixes | None:
             first = number
             segments.append(-1)
             lengths.append(0)
-    return SharedPrefixes.of(segments, lengths, [len(sample.token_ids) for sample in samples]) if any(lengths) else None
+    return prefix_layout(segments, lengths, [len(sample.token_ids) for sample in samples]) if any(lengths) else None
+
+
+def prefix_layout(segments: Sequence[int], lengths: Sequence[int], seqlens: Sequence[int]) -> SharedPrefixes:
+    """Compute the layout from prefix owners, prefix lengths and segment lengths, each (N,)."""
+    whole, prefix = torch.tensor(seqlens), torch.tensor(lengths)
+    own_ends = (whole - prefix).cumsum(0)
+    own_starts = own_ends - (whole - prefix)
+    starts = (whole.cumsum(0) - whole).repeat_interleave(whole)
+    place = torch.arange(len(starts)) - starts  # index of each token in its segment
+    is_own = place >= prefix.repeat_interleave(whole)
+    from_own = (own_starts - prefix).repeat_interleave(whole) + place
+    from_first = own_starts[torch.tensor(segments)].repeat_interleave(whole) + place
+    return SharedPrefixes(
+        segments=tuple(segments),
+        lengths=tuple(lengths),
+        computed=is_own.nonzero()[:, 0],
+        rows=torch.where(is_own, from_own, from_first),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), own_ends]).to(torch.int32),
+    )

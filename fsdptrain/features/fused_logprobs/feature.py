@@ -35,9 +35,6 @@ class FusedLogprobsFeature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "FusedLogprobsFeature":
         del checkpoint
-        if config.section(FusedLogprobsConfig).logprob_kernel != "triton" and is_replaced():
-            log.info("logprob kernel: of a plug-in")
-            return cls(None)
         passes, problem = usable_passes(config)
         if problem:
             log.info("logprob kernel: eager, because triton cannot be used: %s", problem)
@@ -66,15 +63,8 @@ def usable_passes(config: Config) -> tuple[LogitPasses | None, str]:
     return None if problem else passes, problem
 
 
-def is_replaced() -> bool:
-    """Whether a plug-in computes logprobs."""
-    return chunked_logprobs.selected is not chunked_logprobs.original
-
-
 def load_passes() -> LogitPasses:
-    """Import the kernels. Raises ConfigError without a GPU or Triton, or if a plug-in computes logprobs."""
-    if is_replaced():
-        raise ConfigError("a plug-in replaces chunked_logprobs")
+    """Import the kernels. Raises ConfigError without a GPU or Triton."""
     if find_spec("triton") is None:
         raise ConfigError("the package triton is not installed")
     from triton import knobs

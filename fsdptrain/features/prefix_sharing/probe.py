@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
+from fsdptrain.data.packing.prefixes import prefix_layout
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.module_kind import module_kind
@@ -24,7 +25,7 @@ from fsdptrain.model.policy import (
 )
 from fsdptrain.model.probes.layout import LEAK
 from fsdptrain.model.rows import Layout
-from fsdptrain.types import PackedBatch, SharedPrefixes
+from fsdptrain.types import PackedBatch
 
 OWN = 12  # tokens after the prefix in each probe segment
 
@@ -111,7 +112,7 @@ def prefix_batches(segments: Sequence[Sequence[int]], device: torch.device) -> t
     found = []
     for tail in (tails, [tails[2], tails[0], tails[2]]):
         batch = plain_batch([prefix + x for x in tail], device=torch.device("cpu"))
-        shared = SharedPrefixes.of((-1, 0, 0), (0, len(prefix), len(prefix)), batch.seqlens)
+        shared = prefix_layout((-1, 0, 0), (0, len(prefix), len(prefix)), batch.seqlens)
         found.append(replace(batch, shared=shared).to(device))
     return found[0], found[1], len(tails[0])
 

@@ -29,7 +29,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention.masks import no_mask
-from fsdptrain.overrides import overridable
 
 SEGMENTS = "fsdptrain_segments"
 VARLEN = "fsdptrain_varlen"
@@ -260,7 +259,6 @@ def _refuse_unknown(
         raise NumericsError(f"{type(module).__name__} requires attention that is not causal over its own tokens")
 
 
-@overridable
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -287,7 +285,6 @@ def varlen_attention(
     return out[None, :, :, : v.shape[-1]]
 
 
-@overridable
 def segment_attention(
     q: Tensor,  # [B, H, Q, D], the last Q tokens
     k: Tensor,  # [B, HK, L, D]

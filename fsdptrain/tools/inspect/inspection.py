@@ -18,7 +18,7 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
-from fsdptrain.features.fused_logprobs.feature import is_replaced, usable_passes
+from fsdptrain.features.fused_logprobs.feature import usable_passes
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.liger.feature import obstacle
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
@@ -38,7 +38,6 @@ from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.structure import active_sizes, count_parameters, freeze_vision, lm_head
-from fsdptrain.overrides import Override, install_overrides
 from fsdptrain.tools.inspect.module_tree import Part, module_tree
 
 
@@ -57,7 +56,6 @@ class Inspection:
     refusal: str
     kernels: list[Kernel]
     device_type: str
-    overrides: list[Override]  # plug-ins for this device
 
     @property
     def fallbacks(self) -> list[str]:
@@ -70,7 +68,6 @@ class Inspection:
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Inspect the model of `config`. Raises CheckpointError if config.json cannot be read."""
     device_type = platform.device_type()
-    overrides = install_overrides(device_type)  # before the probe, which uses them
     model, _ = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
@@ -93,7 +90,6 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
             *([] if probe is None else [_prefixes(config, model, probe)]),
         ],
         device_type=device_type,
-        overrides=overrides,
     )
 
 
@@ -156,8 +152,6 @@ def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
 def _logprobs(config: Config) -> Kernel:
     """Report what makes the passes over the logits: --logprob-kernel."""
     section = config.section(FusedLogprobsConfig)
-    if section.logprob_kernel != "triton" and is_replaced():
-        return Kernel("logprobs", "of a plug-in")
     if not section.tries(config, on_gpu=platform.device_type() == "cuda"):
         return Kernel("logprobs", "eager")
     _, problem = usable_passes(config)

@@ -91,8 +91,6 @@ def _computation(report: Inspection) -> Iterator[tuple[str, str]]:
             yield f"! {kernel.part}", f"{kernel.used} instead of {kernel.wanted}: {kernel.reason}"
         else:
             yield kernel.part, kernel.used
-    for override in report.overrides:
-        yield "override", override.line
 
 
 def _probe(probe: LayoutProbe) -> str:

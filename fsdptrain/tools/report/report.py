@@ -14,7 +14,6 @@ from fsdptrain.config.recipe import read_mapping
 from fsdptrain.errors import ConfigError
 
 Series = tuple[list[float], list[float]]  # steps, values
-_SHOWN, _WIDEST = 10, 60  # operations of a profile, and characters of their names
 _TITLE = (("algorithm", "algorithm"), ("model", "hf_checkpoint"), ("data", "prompt_data"))
 
 
@@ -56,30 +55,6 @@ def print_report(run: Path) -> None:
     console = Console()
     console.print(title(run), soft_wrap=True, markup=False, highlight=False, style="bold")
     console.print(table)
-    profile = read_profile(run)
-    if profile is not None:
-        console.print(profile)
-
-
-def read_profile(run: Path) -> Table | None:
-    """Return a table of --profile-steps: phases, and the operations that take longest; None if there is no profile."""
-    path = run / "profile" / "summary.json"
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text())
-        first, last = found["steps"]
-        clock = {"cpu": "on the CPU", "device": "on the device"}[found["clock"]]
-        table = Table(f"steps {first} to {last} of rank 0, {clock}", box=None, pad_edge=False, title_justify="left")
-        table.add_column("s", justify="right")
-        table.add_column("calls", justify="right")
-        for name, seconds in found["phases"].items():
-            table.add_row(Text(name), f"{seconds:.3f}", "")
-        for row in found["operations"][:_SHOWN]:
-            table.add_row(Text(row["name"][:_WIDEST]), f"{row['seconds']:.3f}", str(row["calls"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not the profile of a run: {error!r}; delete it") from error
-    return table
 
 
 def _cells(point: tuple[int, float] | None) -> tuple[str, str]:

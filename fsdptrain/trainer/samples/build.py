@@ -1,17 +1,17 @@
-"""Build what makes samples: rewards, the sampler, the evaluation, builders of supervised samples, the source."""
+"""Build what makes samples: rewards, the sampler, builders of supervised samples, the source."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import registry
-from fsdptrain.algo.advantages import AdvantageRule
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
 from fsdptrain.config import Config
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.stream import PromptSource
@@ -22,17 +22,15 @@ from fsdptrain.rewards.build import WeightedSum, reads_environment
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.data import RunData
-from fsdptrain.trainer.rules import selection_rules, shaping_rule
+from fsdptrain.trainer.samples.selection import SelectionRules
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
-from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
-from fsdptrain.types import Episode, Prompt
+from fsdptrain.trainer.samples.source import RolloutSource, SampleSource
+from fsdptrain.types import Episode
 
 if TYPE_CHECKING:
-    from fsdptrain.trainer.evaluation import Evaluation
-    from fsdptrain.trainer.samples.background import Background
+    from fsdptrain.algo.shaping import ShapingRule
+    from fsdptrain.data.sft import SampleBuilder
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
-    from fsdptrain.trainer.samples.sft import Builders
-    from fsdptrain.trainer.sft_evaluation import LossEvaluation
 
 log = logging.getLogger(__name__)
 
@@ -74,75 +72,53 @@ def build_sampler(
     """Build the sampler of single responses, or of episodes."""
     if environment is None:
         return SingleTurn(engine, reward, tokenizer)
-    from fsdptrain.trainer.samples.environment import Agent
-
-    if isinstance(environment.environment, Agent):
+    options: dict[str, Any] = {
+        "engine": engine,
+        "reward": reward,
+        "reads_environment": reads_environment(reward.reward),
+    }
+    if environment.is_agent:
         with raise_on_all_ranks(ConfigError, "--environment"):
-            return AGENT_SAMPLER["agent"](
-                config,
-                tokenizer,
-                engine=engine,
-                reward=reward,
-                agent=environment.environment,
-                reads_environment=reads_environment(reward.reward),
-            )
+            return AGENT_SAMPLER["agent"](config, tokenizer, agent=environment.environment, **options)
     from fsdptrain.trainer.samples.multi_turn import build_multi_turn
 
-    return build_multi_turn(
-        config,
-        tokenizer,
-        engine=engine,
-        reward=reward,
-        environment=environment,
-        reads_environment=reads_environment(reward.reward),
-    )
+    return build_multi_turn(config, tokenizer, environment=environment, **options)
 
 
-def build_evaluation(config: Config, sampler: Sampler, held_out: Sequence[Prompt]) -> "Evaluation | None":
-    if not held_out:
+def sample_builders(
+    config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData
+) -> "Mapping[str, SampleBuilder] | None":
+    """Return the builders of supervised samples; None in RL. Raises DataError if none of the first rows is usable."""
+    if config.algorithm.algorithm != "sft":
         return None
-    from fsdptrain.trainer.evaluation import Evaluation
-
-    return Evaluation(config, sampler, own_share(held_out))
-
-
-def sample_builders(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> "Builders":
-    """Return the builders of supervised samples. Raises DataError if they can use none of the first rows."""
     from fsdptrain.data.sft import SampleBuilder
     from fsdptrain.trainer.samples.sft import check_first_rows
 
-    builders = {
-        name: SampleBuilder.of(config, part.data, tokenizer)
-        for name, part in zip(config.data.sources, data.stream.parts, strict=True)
-    }
-    if config.run.num_rollout:
-        for part, builder in zip(data.stream.parts, builders.values(), strict=True):
-            check_first_rows(part, builder)
+    parts = dict(zip(config.data.sources, data.stream.parts, strict=True))
+    builders = {name: SampleBuilder.of(config, part.data, tokenizer) for name, part in parts.items()}
+    for name, part in parts.items():
+        if config.run.num_rollout:
+            check_first_rows(part, builders[name])
     return builders
-
-
-def supervised_evaluation(
-    config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData
-) -> "Callable[..., LossEvaluation]":
-    """Build the held-out samples. Returns the function that builds their evaluation. Collective."""
-    from fsdptrain.trainer.sft_evaluation import LossEvaluation, held_out_samples
-
-    return partial(LossEvaluation.of, data=data, samples=held_out_samples(config, tokenizer, data))
 
 
 def build_source(
     config: Config,
     stream: PromptSource,
-    builders: "Builders | None",
+    builders: "Mapping[str, SampleBuilder] | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
-    background: "Background | None",
+    *,
+    engine: RolloutEngine | None,
+    threads: Executor | None,
 ) -> SampleSource:
+    """Build the source of training samples. threads: where groups are generated with --max-staleness."""
     if builders is not None:
         from fsdptrain.trainer.samples.sft import SftSource
 
         return SftSource.of(config, stream, builders)
     assert sampler is not None, "reinforcement learning has an engine"
+    dynamic, rounds = config.selection.dynamic_sampling, config.selection.dynamic_sampling_max_rounds
     values: dict[str, Any] = {
         "stream": stream,
         "sampler": sampler,
@@ -152,14 +128,39 @@ def build_source(
         "shaping": shaping_rule(config),
         "advantages": advantages,
         "max_unscored_fraction": config.reward.max_unscored_fraction,
-        "rules": selection_rules(config),
-        "max_staleness": config.sync.max_staleness,
-        "num_rollouts": config.run.num_rollout,
+        "rules": SelectionRules(dynamic=True, max_rounds=rounds) if dynamic else SelectionRules(),
     }
-    if background is None:
+    if threads is None:
         return RolloutSource(**values)
-    from fsdptrain.trainer.samples.continuous import ContinuousSource
+    from fsdptrain.trainer.samples.continuous import build_continuous
 
-    return ContinuousSource(
-        **values, **vars(background), partial=config.sync.partial_rollout, timeout=config.launch.dist_timeout
+    return build_continuous(config, engine, threads, **values)
+
+
+def shaping_rule(config: Config) -> "ShapingRule | None":
+    """Build the rule that shapes rewards by length. None without --overlong-penalty."""
+    if not config.shaping.overlong_penalty:
+        return None
+    from fsdptrain.algo.shaping import ShapingRule
+
+    return ShapingRule(
+        max_response_len=config.rollout.max_response_len,
+        overlong_buffer=config.overlong_buffer,
+        overlong_penalty=config.shaping.overlong_penalty,
     )
+
+
+def advantage_rule(config: Config) -> AdvantageRule:
+    """Build the rule that turns rewards into advantages.
+
+    Raises ConfigError if the estimator cannot be imported or is not a function.
+    """
+    name = config.algorithm.advantage_estimator
+    estimate = registry.resolve(name, ADVANTAGES, flag="--advantage-estimator", call=lambda f: f("rewards", "lengths"))
+    if not callable(estimate):
+        raise ConfigError(f"--advantage-estimator {name} is not a function: it is (rewards, lengths) -> advantages")
+    if name not in ADVANTAGES:
+        from fsdptrain.algo.estimators import user_estimator
+
+        estimate = user_estimator(estimate, name)
+    return AdvantageRule(estimate, config.advantage_scale)

@@ -4,21 +4,25 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future
-from contextlib import nullcontext
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
+from fsdptrain.config import Config
+from fsdptrain.config.rollout import NEEDS_IN_FLIGHT
 from fsdptrain.distributed import gather, raise_on_all_ranks
-from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import SteppedEngine
+from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.protocols import InFlightEngine, RolloutEngine, SteppedEngine
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import GroupResult, Selection, group_result
 from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound
-from fsdptrain.trainer.samples.source import GroupSource, RolloutBatch, images_of, sampling_at
+from fsdptrain.trainer.samples.source import RolloutBatch, RolloutSource, images_of, sampling_at
 from fsdptrain.types import Metrics, Prompt
 
+MAX_THREADS = 512  # of one rank
 POLL_S = 0.1  # between two exchanges of what has finished on each rank
 
 
@@ -34,7 +38,7 @@ class Group:
 
 
 @dataclass
-class ContinuousSource(GroupSource):
+class ContinuousSource(RolloutSource):
     """Generates each group on its own, for an engine that keeps requests across weight syncs.
 
     With `max_staleness` K and B prompts per rollout, at most (K + 1) B groups are open: in generation, or finished and
@@ -44,7 +48,8 @@ class ContinuousSource(GroupSource):
     """
 
     threads: Executor = field(kw_only=True)  # one thread per group that is generated at the same time
-    partial: bool = True  # False: a step takes the groups that were started first, and waits for them
+    max_staleness: int = field(kw_only=True)  # versions
+    num_rollouts: int = field(kw_only=True)  # of the run: no rollouts are started beyond it
     stepped: SteppedEngine | None = None  # the engine, if it generates on the thread that waits
     timeout: float = math.inf  # in which a group must finish on any rank [s]
     _open: list[Group] = field(init=False, default_factory=list)  # in the order in which they were started
@@ -61,6 +66,10 @@ class ContinuousSource(GroupSource):
         if self._first_step is None:
             self._first_step = step
         self._start_up_to((self.last_allowed(step) - step + 1) * self.num_prompts - len(self._open))
+
+    def last_allowed(self, step: int) -> int:
+        """Return the number of the last rollout that may start when the engine has the weights of version `step`."""
+        return min(step + self.max_staleness, max(step, self.num_rollouts - 1))
 
     def _start_up_to(self, room: int) -> None:
         assert self._first_step is not None
@@ -93,7 +102,6 @@ class ContinuousSource(GroupSource):
         for group in taken:
             longest |= {stage: max(longest[stage], group.watch.seconds.get(stage, 0.0)) for stage in longest}
         return self.batch(
-            made.samples,
             made,
             images=images_of([group.prompt for group in taken]),
             seconds={**longest, **watch.seconds},
@@ -126,8 +134,6 @@ class ContinuousSource(GroupSource):
         judged, most = [], self.rules.max_rounds * selection.wanted
         for group in list(self._open):
             if not selection.missing or len(selection.generated) >= most:
-                break
-            if group.result is None and not self.partial:
                 break
             if group.result is None or group in taken:
                 continue
@@ -199,3 +205,47 @@ def assign(count: int, open_groups: Sequence[int]) -> list[int]:
     for _ in range(count):
         totals[totals.index(min(totals))] += 1
     return [rank for rank, total in enumerate(totals) for _ in range(total - open_groups[rank])]
+
+
+def open_threads(
+    config: Config, engine: RolloutEngine, stack: ExitStack, *, has_deadlines: bool = False
+) -> ThreadPoolExecutor:
+    """Create the threads in which groups are generated.
+
+    has_deadlines: episodes must end while the engine generates. Raises ConfigError if the engine cannot keep requests
+    across weight syncs.
+    """
+    flag = f"--max-staleness {config.sync.max_staleness}"
+    if not isinstance(engine, InFlightEngine):
+        raise ConfigError(f"{flag} {NEEDS_IN_FLIGHT}")
+    if isinstance(engine, SteppedEngine) and (has_deadlines or not engine.keeps_requests):
+        reason = "episodes of agents have deadlines" if has_deadlines else "it cannot keep requests with these options"
+        raise ConfigError(
+            f"{flag} does not work with --rollout-engine {config.rollout.engine}, which pauses while the trainer "
+            f"works, because {reason}: use vllm-server, or set it to 0"
+        )
+    threads = ThreadPoolExecutor(_num_threads(config), thread_name_prefix="rollout")
+    stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # do not wait: other ranks wait for an error
+    return threads
+
+
+def _num_threads(config: Config) -> int:
+    """Return the number of groups that this rank generates at the same time."""
+    groups = -(-config.rollout.batch_size // (dist.get_world_size() if dist.is_initialized() else 1))
+    if config.environment.has_episodes:
+        groups = min(groups, config.environment.environment_workers // config.algorithm.n_samples_per_prompt)
+    return max(1, min((1 + config.sync.max_staleness) * groups, MAX_THREADS))
+
+
+def build_continuous(
+    config: Config, engine: RolloutEngine | None, threads: Executor, **values: Any
+) -> ContinuousSource:
+    """Build the source; values: the fields of a `RolloutSource`."""
+    return ContinuousSource(
+        **values,
+        threads=threads,
+        stepped=engine if isinstance(engine, SteppedEngine) else None,
+        max_staleness=config.sync.max_staleness,
+        num_rollouts=config.run.num_rollout,
+        timeout=config.launch.dist_timeout,
+    )

@@ -36,7 +36,6 @@ class SelectionRules:
 
     dynamic: bool = False
     max_rounds: int = 1
-    min_spread: float = 0.0
 
 
 @dataclass
@@ -91,8 +90,8 @@ class Selection:
                 log.warning(line, step + 1, len(self.kept), self.wanted, self.rules.max_rounds)
             return
         raise RolloutError(
-            f"--dynamic-sampling kept none of {len(self.generated)} groups in {self.rounds} rounds: no group's rewards "
-            f"differ by more than --min-group-spread {self.rules.min_spread:g}, their mean is {self._reward_mean:.3g}; "
+            f"--dynamic-sampling kept none of {len(self.generated)} groups in {self.rounds} rounds: the rewards of "
+            f"each group are equal, their mean is {self._reward_mean:.3g}; "
             "train on easier or harder prompts, raise --dynamic-sampling-max-rounds, or use --no-dynamic-sampling"
         )
 
@@ -117,7 +116,7 @@ class Selection:
         return math.fsum(group.reward_sum for group in self.generated) / max(1, scored)
 
     def _is_useful(self, group: GroupResult) -> bool:
-        return not self.rules.dynamic or group.spread > self.rules.min_spread
+        return not self.rules.dynamic or group.spread > 0
 
 
 def likely_enough(missing: int, rate: float) -> int:

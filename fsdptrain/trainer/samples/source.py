@@ -1,6 +1,5 @@
 """Source of training samples: rollouts, possibly ahead of training, with selected groups and advantages."""
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -53,8 +52,8 @@ class SampleSource(Protocol):
 
 
 @dataclass
-class GroupSource:
-    """Base of the sources that draw prompts from a stream, sample and score them, and compute advantages.
+class RolloutSource:
+    """Draws prompts from a stream, samples and scores them on the training thread, and computes advantages.
 
     The main thread draws prompts and records results, identically on all ranks.
     """
@@ -68,13 +67,29 @@ class GroupSource:
     advantages: AdvantageRule
     max_unscored_fraction: float
     rules: SelectionRules = field(default_factory=SelectionRules)
-    max_staleness: int = 0  # versions
-    num_rollouts: int | None = None  # of the run: no rollouts are started beyond it
 
-    def last_allowed(self, step: int) -> int:
-        """Return the number of the last rollout that may start when the engine has the weights of version `step`."""
-        last = step + self.max_staleness
-        return last if self.num_rollouts is None else min(last, max(step, self.num_rollouts - 1))
+    @property
+    def in_flight(self) -> bool:
+        return False
+
+    def run_ahead(self, step: int) -> None:
+        """Do nothing: the engine generates only while the trainer waits for it."""
+
+    def collect(self, step: int) -> RolloutBatch:
+        watch, images, total = Stopwatch(), dict[str, Images](), NOTHING
+        selection = Selection(self.rules, wanted=self.num_prompts)
+        while selection.needs_round:
+            prompts = self.draw(selection.num_to_sample)
+            own = own_share(prompts)
+            generated = self.sampler.sample(own, sampling_at(self.sampling, step, selection.rounds), watch)
+            images |= images_of(prompts)  # they are not sent with samples: every rank has those of all prompts
+            chosen = selection.add(gather_results(own, generated.samples))
+            for prompt in prompts:
+                self.stream.record(prompt)
+            total += generated.only({prompt.id for prompt, keep in zip(prompts, chosen, strict=True) if keep})
+            self.check_rewards(total.results)
+        selection.check(step)
+        return self.batch(total, images=images, seconds=watch.seconds, metrics=selection.metrics())
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """Draw the next prompts, of all ranks. Collective."""
@@ -87,16 +102,15 @@ class GroupSource:
 
     def batch(
         self,
-        samples: Sequence[Sample],
-        made: GenerationRound,
+        generated: GenerationRound,
         *,
         images: Mapping[str, Images],
         seconds: Mapping[str, float],
         metrics: Metrics,
     ) -> RolloutBatch:
-        """Shape rewards and compute the advantages of `samples`, whole groups. `made` is shown. Collective."""
+        """Shape rewards and compute advantages of whole groups. Collective."""
         with raise_on_all_ranks(RolloutError, "rollout"):
-            shaped = list(samples) if self.shaping is None else self.shaping.apply(samples)
+            shaped = generated.samples if self.shaping is None else self.shaping.apply(generated.samples)
             samples = assign_advantages(shaped, self.advantages)
             if self.sampling.with_routes:
                 from fsdptrain.data.routes import check_routes
@@ -104,86 +118,12 @@ class GroupSource:
                 check_routes([s for sample in samples for s in sample.sequences])
         return RolloutBatch(
             samples=samples,
-            shown=show(made.prompts, made.texts, made.samples, self.num_shown),
-            results=made.results,
+            shown=show(generated.prompts, generated.texts, generated.samples, self.num_shown),
+            results=generated.results,
             seconds=seconds,
-            metrics=metrics | self.stream.metrics() | summed(made.counts),
+            metrics=metrics | self.stream.metrics() | summed(generated.counts),
             images=images,
         )
-
-
-@dataclass(frozen=True)
-class PendingRollout:
-    """One round of a rollout that was generated ahead of training."""
-
-    rollout: int
-    prompts: list[Prompt]  # of all ranks
-    own: list[Prompt]
-    made: GenerationRound
-    watch: Stopwatch
-
-
-@dataclass
-class RolloutSource(GroupSource):
-    """Generates whole rollouts on the training thread.
-
-    With `max_staleness` K, rollout r is generated with the weights of version r - K and kept until its turn.
-    """
-
-    _ahead: deque[PendingRollout] = field(
-        init=False, default_factory=deque
-    )  # first rounds of future rollouts, in order
-
-    @property
-    def in_flight(self) -> bool:
-        return False
-
-    def run_ahead(self, step: int) -> None:
-        """The engine generates only while the trainer waits for it."""
-
-    def collect(self, step: int) -> RolloutBatch:
-        self._generate_until(step)
-        pending = self._ahead.popleft()
-        assert pending.rollout == step
-        watch, images, made = pending.watch, {}, NOTHING
-        selection = Selection(self.rules, wanted=self.num_prompts)
-        while selection.needs_round:
-            if selection.rounds:
-                pending = self._generate(step, selection.num_to_sample, selection.rounds, watch)
-            made += self._select(pending, selection, images)
-            self.check_rewards(made.results)
-        selection.check(step)
-        samples = made.samples
-        if selection.rounds > 1:
-            from fsdptrain.trainer.samples.stream_order import in_stream_order
-
-            samples = in_stream_order(samples, selection.kept)
-        return self.batch(samples, made, images=images, seconds=watch.seconds, metrics=selection.metrics())
-
-    def _generate_until(self, step: int) -> None:
-        """Generate all rollouts that are allowed when the engine has the weights of version `step`."""
-        first = self._ahead[-1].rollout + 1 if self._ahead else step
-        for rollout in range(first, self.last_allowed(step) + 1):
-            self._ahead.append(self._generate(rollout, self.num_prompts, 0, Stopwatch()))
-
-    def _generate(self, rollout: int, num_prompts: int, number: int, watch: Stopwatch) -> PendingRollout:
-        """Draw new prompts and generate their samples. Every rank takes part in every round."""
-        prompts = self.draw(num_prompts)
-        own = own_share(prompts)
-        made = self.sampler.sample(own, sampling_at(self.sampling, rollout, number), watch)
-        return PendingRollout(rollout, prompts, own, made, watch)
-
-    def _select(self, pending: PendingRollout, selection: Selection, images: dict[str, Images]) -> GenerationRound:
-        """Return the samples of a round that are kept.
-
-        Images are not sent with samples: every rank draws all prompts from the stream and so has all images.
-        """
-        images |= images_of(pending.prompts)
-        groups = gather_results(pending.own, pending.made.samples)
-        for prompt in pending.prompts:
-            self.stream.record(prompt)
-        chosen = selection.add(groups)
-        return pending.made.only({prompt.id for prompt, kept in zip(pending.prompts, chosen, strict=True) if kept})
 
 
 def summed(counts: Mapping[str, float]) -> Metrics:

@@ -113,14 +113,10 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(tmp_path):
 @pytest.mark.parametrize("flat", [flat for flat, key in all_keys().items() if key.field.annotation is bool])
 def test_every_boolean_can_be_set_both_ways(flat):
     flag = all_keys()[flat].flag
-    ahead = ["--max-staleness", "1", "--mismatch-correction", "tis"]
     adapter = ["--lora-rank", "8"]
     extra = {
         "load_in_4bit": adapter,
         "load_in_8bit": adapter,
-        "partial_rollout": ahead,
-        "mask_offpolicy_in_partial_rollout": ahead,
-        "hub_private": ["--push-to-hub", "a/b"],
         "fp16": ["--no-bf16"],
         "prompt_data_streaming": ["--prompt-data", "x.jsonl"],
         "sft_eval_generate": ["--algorithm", "sft"],
@@ -163,7 +159,7 @@ def test_each_name_of_another_trainer_leads_to_an_option():
         ("--per_device_train_batch_size", "--max-tokens-per-gpu"),
         ("actor_rollout_ref.rollout.n=8", "--n-samples-per-prompt"),
         ("--data.train_files", "--prompt-data"),
-        ("--init_kl_coef", "--kl-reward-coef"),  # in the reward there, unless --use_kl_loss
+        ("--init_kl_coef", "--kl-loss-coef"),
         ("--beta", "--kl-loss-coef"),
     ],
 )

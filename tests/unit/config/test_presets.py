@@ -23,7 +23,6 @@ MODEL = ["--hf-checkpoint", "x"]
         ("algorithm", PRESETS),
         ("loss_aggregation", AGGREGATIONS),
         ("kl_loss_type", KL_ESTIMATORS),
-        ("kl_reward_type", KL_ESTIMATORS),
         ("mismatch_correction", CORRECTIONS),
         (
             "mismatch_rejection",

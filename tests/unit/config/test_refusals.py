@@ -168,7 +168,6 @@ COMPUTED = """
 --advantage-estimator grppo | --advantage-estimator; 'grppo'; did you mean 'grpo'; package.module:function | --advantage-estimator my.advantages:mine
 --overlong-penalty 1.0 --overlong-buffer 4096 | --overlong-buffer 4096; --rollout-max-response-len 2048 | --overlong-buffer 2048
 --router-replay scoring | --router-replay; --router-replay rollout | --global-batch-size 64
---router-replay scoring | --router-replay | --kl-reward-coef 0.1
 --global-batch-size 64 --router-replay scoring --use-rollout-logprobs | --router-replay; the policy is not scored | --router-replay rollout
 --router-aux-loss-coef -0.1 | --router-aux-loss-coef; `config`; -0.1 | --router-aux-loss-coef config
 --global-batch-size 100 | --global-batch-size 100; 32; 8; 256; e.g. 64 | --global-batch-size 64

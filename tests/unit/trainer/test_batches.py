@@ -1,12 +1,14 @@
 """Samples are assigned to optimizer steps at random and evenly, on any ranks."""
 
+from typing import Any
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.data.packing.pack import fill_packs, pack
 from fsdptrain.data.packing.sample_index import gather_index, sample_keys
-from fsdptrain.trainer.batches import assign_to_steps
+from fsdptrain.trainer.batches import assign_to_steps, in_epochs
 from fsdptrain.types import Sample
 
 KEYS = st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=40)
@@ -34,11 +36,19 @@ def test_steps_do_not_depend_on_the_order_of_samples(data, keys, num_steps, seed
     )
 
 
-def test_each_rollout_and_epoch_has_other_steps() -> None:
+def test_each_rollout_has_other_steps() -> None:
     keys = list(range(64))
-    assignments = [assign_to_steps(keys, 4, seed=seed) for seed in ("0/0/0", "0/0/1", "0/1/0", "1/0/0")]
+    assignments = [assign_to_steps(keys, 4, seed=seed) for seed in ("0/0/0", "0/1/0", "1/0/0")]
     assert all(a != b for i, a in enumerate(assignments) for b in assignments[:i])
     assert assign_to_steps(keys, 4, seed="0/0/0") == assignments[0]
+
+
+def test_every_epoch_has_each_step_once() -> None:
+    steps: list[Any] = [*range(8)]
+    found = in_epochs(steps, 3, seed="0/1")
+    first, second, third = found[:8], found[8:16], found[16:]
+    assert first == sorted(second) == sorted(third) == steps
+    assert second != third
 
 
 def test_one_step_keeps_the_order() -> None:

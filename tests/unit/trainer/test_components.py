@@ -9,7 +9,7 @@ import pytest
 from fsdptrain.config import Config, load_recipe, to_yaml
 from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.resolve import resolve
-from fsdptrain.trainer.samples.background import open_background
+from fsdptrain.trainer.samples.continuous import open_threads
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from tests.e2e.engines import InFlight
 from tests.testing import tiny_tokenizer
@@ -40,7 +40,7 @@ def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, h
 def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
     config = Config(
         hf_checkpoint="none", prompt_data="none", reward=["exact_match"], output_dir=str(tmp_path),
-        max_staleness=1, mismatch_correction="tis", rollout_slots=1,
+        max_staleness=1, mismatch_correction="tis", rollout_batch_size=1, n_samples_per_prompt=2,
     )  # fmt: skip
     engine, busy, end = InFlight(SimpleNamespace(weight_naming="module")), threading.Event(), threading.Event()
 
@@ -49,9 +49,8 @@ def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
         return end.wait(120)
 
     with pytest.raises(ZeroDivisionError), ExitStack() as stack:
-        background = open_background(config, engine, stack)
-        assert background is not None
-        running, *waiting = [background.threads.submit(step) for _ in range(4)]
+        threads = open_threads(config, engine, stack)
+        running, *waiting = [threads.submit(step) for _ in range(4)]
         assert busy.wait(60)
         raise ZeroDivisionError
     assert not running.done(), "it was waited for"

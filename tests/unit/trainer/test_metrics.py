@@ -2,7 +2,7 @@
 
 from fsdptrain import platform
 from fsdptrain.rewards.results import RewardResult, RewardResults
-from fsdptrain.trainer.metrics import RewardNames, mean_metrics, sample_metrics
+from fsdptrain.trainer.metrics import mean_metrics, sample_metrics
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Sample
 
@@ -16,7 +16,7 @@ def test_reward_metrics_include_unscored_samples_of_all_groups() -> None:
         [RewardResult(0.0), RewardResult(1.0), RewardResult(None), RewardResult(None)], 2, "no reason"
     )
     with platform.process_group(60):
-        metrics = sample_metrics(RolloutBatch(kept, results=results), RewardNames())
+        metrics = sample_metrics(RolloutBatch(kept, results=results))
     assert (metrics["reward/mean"], metrics["reward/math"]) == (0.5, 0.5)
     assert metrics["reward/unscored_fraction"] == 0.5
 

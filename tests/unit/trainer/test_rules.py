@@ -4,7 +4,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.trainer.rules import advantage_rule, shaping_rule
+from fsdptrain.trainer.samples.build import advantage_rule, shaping_rule
 
 
 def config(**values) -> Config:

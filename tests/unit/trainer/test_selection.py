@@ -26,20 +26,20 @@ def run(selection: Selection, spreads: list[float]) -> list[int]:
 
 
 @settings(deadline=None)
-@given(spreads=SPREADS, wanted=st.integers(1, 12), max_rounds=st.integers(1, 6), least=st.sampled_from([0.0, 0.1, 0.5]))
-def test_the_first_groups_with_enough_spread_are_kept(spreads, wanted, max_rounds, least) -> None:
-    selection = Selection(SelectionRules(dynamic=True, max_rounds=max_rounds, min_spread=least), wanted=wanted)
+@given(spreads=SPREADS, wanted=st.integers(1, 12), max_rounds=st.integers(1, 6))
+def test_the_first_groups_with_spread_are_kept(spreads, wanted, max_rounds) -> None:
+    selection = Selection(SelectionRules(dynamic=True, max_rounds=max_rounds), wanted=wanted)
     asked = run(selection, list(spreads))
     seen = spreads[: sum(asked)]
-    useful = [spread for spread in seen if spread > least]
+    useful = [spread for spread in seen if spread > 0]
     assert [kept.spread for kept in selection.kept] == useful[:wanted]
     assert len(asked) == selection.rounds <= max_rounds
     assert all(1 <= count <= wanted for count in asked)
     assert len(selection.kept) == wanted or selection.rounds == max_rounds
     metrics = selection.metrics()
     kept = metrics["selection/kept_fraction"] * len(seen)
-    flat_or_below = len(seen) - len(useful)
-    assert kept + metrics["selection/surplus_groups"] + flat_or_below == pytest.approx(len(seen))
+    flat = len(seen) - len(useful)
+    assert kept + metrics["selection/surplus_groups"] + flat == pytest.approx(len(seen))
     assert metrics["selection/missing_groups"] == wanted - len(selection.kept)
     assert metrics["selection/generated_groups"] == len(seen)
     assert metrics["selection/reward_mean"] == pytest.approx(math.fsum(seen) / len(seen))
@@ -71,9 +71,9 @@ def test_without_dynamic_sampling_everything_is_kept_in_one_round() -> None:
 
 
 def test_no_kept_group_is_an_error_with_the_flags() -> None:
-    selection = Selection(SelectionRules(dynamic=True, max_rounds=3, min_spread=0.1), wanted=4)
-    run(selection, [0.1] * 12)
-    said = r"kept none of 12 groups in 3 rounds.*--min-group-spread 0\.1.*mean is 0\.1;.*--dynamic-sampling-max-rounds"
+    selection = Selection(SelectionRules(dynamic=True, max_rounds=3), wanted=4)
+    run(selection, [0.0] * 12)
+    said = r"kept none of 12 groups in 3 rounds: .*mean is 0;.*--dynamic-sampling-max-rounds"
     with pytest.raises(RolloutError, match=said):
         selection.check(0)
 

@@ -41,20 +41,13 @@ def test_a_decoder_that_drops_the_first_space_keeps_those_between_words():
     assert token_texts(tokenizer, [0, 1, 2, 0]) == ["the", " cat", "s", " the"]
 
 
-def test_numbers_belong_to_the_token_that_they_describe():
-    """logprobs[t] of a pack describes token t + 1; tokens of an environment have no numbers."""
-    logprobs = [-9.0, -1.5, -2.5, -9.0, -3.5, 0.0]
-    row = as_row(Shown({"reward": 1.0}, SAMPLE), tiny_tokenizer(), trained=[logprobs, [0, 0.5, 0.5, 0.0, 0.5, 0.0]])
+def test_tokens_of_an_environment_have_no_numbers():
+    row = as_row(Shown({"reward": 1.0}, SAMPLE), tiny_tokenizer(), 0.5)
     assert row["rollout_logprobs"] == [-1.0, -2.0, None, -3.0]
-    assert row["logprobs"] == [-1.5, -2.5, None, -3.5]
-    assert (row["advantage"], "advantages" in row) == (0.5, False)
-    row = as_row(Shown({}, SAMPLE), tiny_tokenizer(), trained=[logprobs, [0, 0.5, -0.5, 0.0, 0.6, 0.0]])
-    assert (row["advantage"], row["advantages"]) == (0.2, [0.5, -0.5, None, 0.6])
+    assert row["advantage"] == 0.5
 
 
-def test_an_untrained_sample_has_what_the_engine_knows_and_a_long_one_is_cut():
-    row = as_row(Shown({"reward": None}, SAMPLE), tiny_tokenizer(), advantage=0.0)
-    assert {*row} == {"reward", "tokens", "rollout_logprobs", "advantage"}
+def test_a_long_sample_is_cut():
     count = MOST_TOKENS + 5
     long = Sample("g", [10] * count, [False] + [True] * (count - 1), [-1.0] * count)
     assert len(as_row(Shown({}, long), tiny_tokenizer())["tokens"]) == MOST_TOKENS

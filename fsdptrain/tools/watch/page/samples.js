@@ -3,8 +3,6 @@
 const PAGE_SIZE = 20;
 const RED = "209, 73, 91";
 const GREEN = "34, 160, 107";
-const BLUE = "59, 130, 246";
-const ORANGE = "232, 121, 58";
 const PURPLE = "139, 111, 214";
 const MOST_TOKENS = 1024; // of a response that a run logs
 let shownCount = PAGE_SIZE;
@@ -13,11 +11,7 @@ let scaled = { color: "", most: 0 }; // the value with the full color
 // value of token i, and its colors below and above 0
 const COLORINGS = {
   none: { value: () => null, colors: [RED, RED] },
-  advantage: { value: (sample, i) => sample.advantages?.[i] ?? sample.advantage ?? null, colors: [RED, GREEN] },
-  difference: {
-    value: (sample, i) => (sample.logprobs?.[i] == null ? null : sample.logprobs[i] - sample.rollout_logprobs[i]),
-    colors: [ORANGE, BLUE],
-  },
+  advantage: { value: (sample) => sample.advantage ?? null, colors: [RED, GREEN] },
   surprise: { value: (sample, i) => sample.rollout_logprobs?.[i] ?? null, colors: [PURPLE, PURPLE] },
 };
 
@@ -119,9 +113,6 @@ function sampleCard(run, sample, scale) {
   for (const [name, value] of Object.entries(facts)) head.append(make("span", "", `${name} `, make("b", "", String(value))));
   const card = make("article", "card sample", head, make("pre", "text prompt", String(sample.prompt ?? "")));
   card.append(sample.tokens?.length ? tokenText(sample, scale) : make("pre", "text", String(sample.response ?? "")));
-  if (sample.set === "train" && settings.color === "difference" && !sample.logprobs) {
-    card.append(make("p", "note", "not in a pack: no logprobs of the trainer"));
-  }
   return card;
 }
 
@@ -149,10 +140,6 @@ function tokenFacts(sample, i) {
   const rows = [`${JSON.stringify(sample.tokens[i])}, token ${i + 1}`];
   if (!generated(sample, i)) return [...rows, "from the environment"].join("\n");
   rows.push(`rollout logprob ${sample.rollout_logprobs[i].toFixed(4)}`);
-  if (sample.logprobs?.[i] != null) {
-    rows.push(`trainer logprob ${sample.logprobs[i].toFixed(4)}`);
-    rows.push(`difference ${(sample.logprobs[i] - sample.rollout_logprobs[i]).toExponential(2)}`);
-  }
   const advantage = COLORINGS.advantage.value(sample, i);
   if (advantage !== null) rows.push(`advantage ${number(advantage)}`);
   return rows.join("\n");
