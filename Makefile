@@ -108,6 +108,8 @@ demo: install  ## warm up a small model, train it with GRPO: about a minute on t
 
 size: install  ## lines of each part, of what a plain run imports, and options, with their targets
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/size.py
+	@if [ -e .venv-oldest/.installed ]; then echo "With an emulated accelerator (target 13,500):"; \
+		.venv-oldest/bin/python -m tests.null_gpu benchmarks/size.py 2> /dev/null | grep "plain run"; fi
 
 clean:  ## delete .venv and what was built; runs/ stays
 	rm -rf .venv .venv-vllm .venv-gpu .venv-oldest build dist site *.egg-info

@@ -1,7 +1,8 @@
 """Count lines of the package, the tests, the spine, the benchmarks and what a plain run imports; options. `make size`
 
 The spine is the list of files in docs/architecture.md, "A tour in reading order". A plain run is dense GRPO in one
-process with the embedded engine, on a tiny random model.
+process with the embedded engine, on a tiny random model. `python -m tests.null_gpu benchmarks/size.py` counts what it
+imports with an accelerator, emulated.
 """
 
 import re
@@ -23,7 +24,10 @@ TARGETS = {
     "options": 175,
 }
 RUN = """
-import runpy, sys
+import os, runpy, sys
+if "null_gpu" in os.environ.get("LD_PRELOAD", ""):
+    from tests.null_gpu.emulate import start
+    start()
 sys.argv = ["fsdptrain", *sys.argv[1:]]
 try:
     runpy.run_module("fsdptrain", run_name="__main__")
