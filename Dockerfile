@@ -1,4 +1,4 @@
-# fsdptrain on CUDA. CI resolves the pip lines (tests/e2e/test_deployment.py), and does not build the image.
+# fsdptrain on CUDA. CI does not build the image.
 #
 #     docker build -t fsdptrain .                    # trainer and vLLM in one environment
 #     docker build -t fsdptrain --target trainer .   # without vLLM: tensor and expert parallelism need a newer transformers

@@ -8,7 +8,6 @@ from transformers import AutoConfig, PreTrainedModel
 from fsdptrain.model.architecture import model_from_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
-NAMES = tuple(sorted(path.parent.name for path in CONFIGS.glob("*/config.json")))
 
 
 def meta_model(name: str) -> PreTrainedModel:

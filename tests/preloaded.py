@@ -17,9 +17,11 @@ import torch.distributed as dist
 import fsdptrain.cli
 import fsdptrain.launch.ranks
 import fsdptrain.rollout.embedded.engine  # noqa: F401
+from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import resolve
+from fsdptrain.fsdp.backend import FSDPBackend
 from tests import families, zoo  # noqa: F401
-from tests.distributed.test_fsdp_backend import train
+from tests.distributed.test_fsdp_backend import GRPO, config, packs_of_this_rank, samples, scored
 from tests.e2e import command, rewards  # noqa: F401
 from tests.testing import save_tiny_checkpoint
 
@@ -29,7 +31,10 @@ def _train_once() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_tiny_checkpoint(Path(folder) / "model")
         dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
-        train(str(checkpoint), 4096, {})
+        backend = FSDPBackend(config(str(checkpoint), kl_loss_coef=0.1), total_steps=1)
+        packs = scored(backend, packs_of_this_rank(samples(), 128), reference=True)
+        backend.train_step(packs, LOSSES["grpo"], GRPO)
+        del backend
         dist.destroy_process_group()
         gc.collect()  # cycles keep the model, whose weights tests of memory would count in forked ranks
         resolve(["--hf-checkpoint", str(checkpoint), *command.TINY_RUN])

@@ -1,5 +1,6 @@
 """Real ranks, tiny real models and a scripted engine for tests and benchmarks."""
 
+import faulthandler
 import fcntl
 import io
 import multiprocessing
@@ -248,6 +249,7 @@ def _run_rank(
 ) -> None:
     os.environ.update(rank_variables(rank, world_size, port))
     torch.set_num_threads(1)  # ranks share the cores; spinning threads slow each other down
+    faulthandler.enable()  # where a rank stood that a library aborts
     try:
         dist.init_process_group(platform.distributed_backend(), timeout=timedelta(seconds=timeout))
         buffer = io.BytesIO()

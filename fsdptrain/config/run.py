@@ -57,7 +57,9 @@ class RunConfig(Section):
     """Sampling temperature of evaluations."""
     eval_greedy: Annotated[bool, *_OF_EVALUATIONS] = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
-    profile_steps: str | None = Field(default=None, pattern=r"^[1-9]\d*(:[1-9]\d*)?$")
+    profile_steps: Annotated[str | None, Requires("num_rollout>0")] = Field(
+        default=None, pattern=r"^[1-9]\d*(:[1-9]\d*)?$"
+    )
     """Steps to profile, FIRST:LAST, counted from 1, e.g. 3:5. Each rank writes a trace of torch's profiler to
     output_dir/profile, and on a GPU a memory snapshot. Default: none."""
     verify_weight_sync: bool = True

@@ -33,8 +33,6 @@ class ScriptedEpisodes:
             await self._wait()
         elif prompt.endswith("refuse"):
             raise CallError(400, "the prompt is too long", param="messages", code="context_length_exceeded")
-        elif prompt.endswith("abandon"):
-            raise asyncio.CancelledError
         elif prompt.endswith("fail"):
             raise ZeroDivisionError("the engine\nfailed")
         return Answer([ord(letter) for letter in prompt], [self._choice(call) for _ in range(call.num_choices)])

@@ -151,17 +151,6 @@ def test_an_episode_without_calls_has_nothing_to_train():
     assert (sample.token_ids, sample.loss_mask) == ([7, 8], [False, False])
 
 
-def test_a_long_episode_is_one_sequence_and_keeps_each_token_once():
-    agent, messages = Agent(), []
-    for index in range(1200):
-        messages = [*messages, user(str(index))]
-        message, _ = agent.call(messages, [65, END])
-        messages = [*messages, message]
-    [sample] = agent.samples()
-    assert sum(sample.loss_mask) == 2400
-    assert sum(len(call.prompt_ids) + 2 for call in agent.record.calls) == len(sample.token_ids)
-
-
 def test_the_order_of_sequences_is_that_of_the_calls_not_of_their_answers():
     def call(number: int, token: int) -> AnsweredCall:
         return AnsweredCall(None, (number, 0), 0, [1], Completion("c", [token], [-1.0], "stop", 0), truncated=False)

@@ -14,7 +14,6 @@ from fsdptrain.types import LossConfig
 
 from .sharded import full_state
 from .test_fsdp_backend import config, packs_of_this_rank, samples
-from .test_sharing import rollout
 
 NUM_STEPS = 3
 WORD_LAYERS = {"num_hidden_layers": 4, "head_dim": 32}  # the device's attention takes heads of 32
@@ -32,17 +31,6 @@ def steps(backend: FSDPBackend) -> tuple[list[dict[str, float]], dict[str, torch
         packs = packs_of_this_rank(samples(seed=seed), 128)
         history.append(backend.train_step(packs, LOSSES["grpo"], LossConfig()))
     return history, {name: tensor.cpu() for name, tensor in full_state(backend.model).items()}
-
-
-def shared_steps(checkpoint: str, values: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
-    """Metrics of steps over groups, by --prefix-sharing: their prompts computed once, and for each sample."""
-    found = {}
-    for sharing in ("on", "off"):
-        backend = make(checkpoint, values | {"prefix_sharing": sharing})
-        packs = [pack for step in rollout(backend, sharing, 1) for pack in step.packs]
-        assert any(pack.shared is not None for pack in packs) == (sharing == "on")
-        found[sharing] = [backend.train_step(packs, LOSSES["grpo"], LossConfig()) for _ in range(NUM_STEPS)]
-    return found
 
 
 def train(checkpoint: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from fsdptrain.data.rows import Row
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.trainer.samples.continuous import ContinuousSource, assign, open_threads
 from fsdptrain.trainer.samples.selection import SelectionRules
-from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
+from fsdptrain.trainer.samples.single_turn import SingleTurn
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, spawn, tiny_tokenizer
@@ -190,28 +189,6 @@ def test_a_step_judges_no_more_groups_than_its_rounds_allow() -> None:
     assert spawn(1, hopeless) == [(2 * WANTED, 2, 2 * WANTED)]
 
 
-class Counting(SingleTurn):
-    """A sampler with metrics of its own, as that of agents."""
-
-    def sample(self, *args: Any, **more: Any) -> GenerationRound:
-        return replace(super().sample(*args, **more), counts={"agent/calls": 1.0})
-
-
-def counted() -> list[float]:
-    engine = Gated([])
-    with source(engine) as made:
-        made.sampler = Counting(**vars(made.sampler))
-        found = []
-        for step in range(STEPS):
-            made.run_ahead(step)
-            found.append(made.collect(step).metrics["agent/calls"])
-    return found
-
-
-def test_metrics_of_the_sampler_are_summed_over_the_groups_of_the_step() -> None:
-    assert spawn(2, counted) == [[WANTED] * STEPS] * 2
-
-
 def test_an_engine_that_cannot_keep_requests_is_refused() -> None:
     config = Config(hf_checkpoint="x", max_staleness=1, mismatch_correction="tis")
     with ExitStack() as stack, pytest.raises(ConfigError, match="--max-staleness 1 needs an engine that keeps"):
@@ -246,21 +223,6 @@ def broken() -> tuple[str, int]:
 def test_an_error_of_one_group_ends_all_ranks() -> None:
     for message, _ in spawn(2, broken):
         assert message.startswith("a server is gone")
-
-
-def few_slots() -> tuple[int, list[list[int]]]:
-    engine = Gated([0])
-    with source(engine, slots=2) as made:
-        threading.Timer(0.5, engine.open, [0]).start()
-        made.run_ahead(0)
-        made.collect(0)
-        return engine.most_running, run(made, engine, range(1, STEPS))
-
-
-def test_no_more_groups_run_than_there_are_slots() -> None:
-    [(most, groups)] = spawn(1, few_slots)
-    assert most == 2
-    assert [len(step) for step in groups] == [WANTED] * (STEPS - 1)
 
 
 def test_new_groups_go_to_the_ranks_with_the_fewest() -> None:

@@ -1,7 +1,5 @@
 """All ranks share the folder of a run, and restarted ranks resume from its newest checkpoint."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -126,13 +124,6 @@ def test_a_folder_that_the_final_export_must_not_replace_is_refused_before_train
     assert reopen(export=False).resumed_step == 2
 
 
-def test_a_file_in_place_of_the_checkpoints_is_refused_before_training(tmp_path, run):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "checkpoints").write_text("")
-    with pytest.raises(ConfigError, match=r"--output-dir .*other: checkpoints is a file"):
-        run[2](output_dir=str(tmp_path / "other"))
-
-
 @pytest.mark.parametrize("content", ["[]", "{}", '{"step": "2"}', '{"step": -1}', "{"])
 def test_counters_that_no_run_has_written_are_refused(run, content):
     (run[1] / PROGRESS_FILE).write_text(content)
@@ -194,15 +185,3 @@ def test_a_folder_has_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
         process.kill()
         os.kill(int(signal.read_text()), SIGKILL)  # outlives the run
     assert not folder.exists(), "a run that wrote nothing leaves nothing"
-
-
-def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog):
-    def flock(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with platform.process_group(10):
-        lock(tmp_path / "run", lambda: lock(tmp_path / "other"))
-    assert [record.getMessage().split(": ")[0] for record in caplog.records] == [
-        f"--output-dir {tmp_path / name}" for name in ("run", "other")
-    ]

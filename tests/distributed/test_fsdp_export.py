@@ -109,22 +109,3 @@ def test_an_export_replaces_the_older_one_and_fails_on_all_ranks_together(tmp_pa
     assert all(torch.equal((expected[name] * 2).bfloat16(), tensor) for name, tensor in found.items())
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
     assert sorted(p.name for p in target.glob("model*")) == ["model.safetensors"]
-
-
-def export_from(source: str, root: str, replicas: int):
-    """Each rank names a folder on a disk of its own."""
-    model = load_sharded(source, replicas=replicas)
-    target = Path(root) / f"disk-of-rank-{dist.get_rank()}" / "hf"
-    export_hf(model, Path(source), target, dtype=torch.bfloat16, max_file_bytes=100_000)
-
-
-def test_the_folder_is_whole_where_rank_0_is_and_nowhere_else(tmp_path):
-    """Two replicas of two shards."""
-    source = write_zoo("qwen3_moe", tmp_path / "in")
-    spawn(4, export_from, str(source), str(tmp_path / "out"), 2)
-    [target] = (tmp_path / "out").rglob("hf")
-    assert target.parent.name == "disk-of-rank-0"
-    expected, found = load_files(source), load_files(target)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name].bfloat16(), tensor) for name, tensor in found.items())
-    assert not list((tmp_path / "out").rglob(".*")), "nothing else is left"

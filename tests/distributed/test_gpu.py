@@ -98,25 +98,6 @@ def test_in_half_precision_steps_are_near_those_of_a_cpu(name: str, checkpoint: 
     assert all(weight.isfinite().all() for weight in found["weights"].values())
 
 
-SHARED: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "bf16": {"bf16": True},
-    "bf16, varlen": {"bf16": True, "attn_implementation": "varlen"},
-    "bf16, by segments": {"bf16": True, "attn_implementation": "sdpa"},
-    "bf16, checkpointing": {"bf16": True, "gradient_checkpointing": True},
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_a_prompt_computed_once_trains_as_one_computed_for_each_sample(name: str, checkpoint: str) -> None:
-    """With --prefix-sharing on; `auto` disables it on a device. In bfloat16 within rounding."""
-    [found] = spawn(1, gpu_cases.shared_steps, checkpoint, SHARED[name], timeout=300.0)
-    norm, loss = (1e-3, 1e-4) if name == "float32" else (0.1, 0.05)
-    for ours, wanted in zip(found["on"], found["off"], strict=True):
-        assert ours["optim/grad_norm"] == pytest.approx(wanted["optim/grad_norm"], rel=norm)
-        assert ours["loss/total"] == pytest.approx(wanted["loss/total"], rel=norm, abs=loss)
-
-
 def saved_and_exported(checkpoint: str, folder: Path) -> tuple[dict, dict, dict, int, int]:
     """Weights of a run, of its resumed run and of its export; bytes on the device while it is offloaded."""
     backend = gpu_cases.make(checkpoint, {})

@@ -3,10 +3,10 @@
 All cases of a mesh size run in one group of ranks. Laws of each:
 
 1. gradients, metrics and weights of optimizer steps are those of one rank with one pack, without the options of the
-   mesh, up to the order of summation,
+   mesh, up to the order of summation; in one step all ranks but one have no work,
 2. options that only move or recompute (MEMORY) change no bit of gradients and weights,
-3. a resumed run is bitwise the run that does not stop, in the state that it loads and in its next step; the checkpoint
-   of one rank is loaded bitwise,
+3. a resumed run is bitwise the run that does not stop but is offloaded once, in the state that it loads and in its
+   next step; the checkpoint of one rank is loaded bitwise,
 4. the export before training is the checkpoint,
 5. the stream to engines, which gathers the weights, is the export, bit by bit, however large its slices.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.stream import stream_weights
@@ -34,19 +35,21 @@ from tests.tensors import load_files, same
 from tests.testing import spawn, tiny_tokenizer
 
 from .sharded import full, full_state
-from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples, scored
+from .test_fsdp_backend import config, grouped_samples, keep_gradients, make_steps, scored
 from .test_moe import with_routes
 
 EXACT = 1e-11  # in float64, of the largest element of a tensor: only the order of summation differs
 ROUNDED = 1e-4  # in float32; a missing or doubled part of a sum would be seen at 0.1
 METRICS = 1e-4  # float32
 NUM_STEPS = 2
-SMALL_PACKS = 96  # several for each rank
+SMALL_PACKS, ONE_PACK = 128, 4096  # tokens: several packs for each rank
 MEMORY = {"gradient_checkpointing", "gradient_checkpointing_kind"}
 MEMORY |= {"offload_activations", "offload_optimizer"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family and changes
     "dense": ("qwen3", {}),
     "tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": zoo.VOCAB_SIZE + 1}),  # uneven
+    "few heads": ("qwen3", {"num_key_value_heads": 1}),
+    "uneven heads": ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 3}),
     "experts": ("qwen3_moe", {"num_experts": 8}),
     "one expert with biases": ("gpt_oss", {"num_local_experts": 2}),
     "latent attention": ("deepseek_v3", {}),
@@ -60,6 +63,7 @@ DEALT = {"context_parallel_size": 2}
 EXPERTS = {"expert_parallel_size": 2}
 LAYERS = {"gradient_checkpointing": True, "offload_activations": True}
 OPTIMIZER = {"offload_optimizer": True}
+SHARED = {"prefix_sharing": "on"}
 
 
 @dataclass(frozen=True)
@@ -68,15 +72,11 @@ class Case:
     mesh: dict[str, Any] = field(default_factory=dict)  # options that must not change a number
     values: dict[str, Any] = field(default_factory=lambda: KL)  # options of one rank too
     is_exact: bool = True  # in float64; split experts and recomputed layers are in float32 only
+    loss: str = "grpo"
 
     @property
     def alone(self) -> str:
-        return f"{self.model} {self.values} {self.is_exact}"
-
-    @property
-    def copies(self) -> int:
-        """Ranks that are given the same packs."""
-        return self.mesh.get("tensor_parallel_size", 1) * self.mesh.get("context_parallel_size", 1)
+        return f"{self.model} {self.values} {self.is_exact} {self.loss}"
 
     @property
     def is_adapted(self) -> bool:
@@ -91,17 +91,19 @@ class Case:
 CASES = {
     2: [
         Case("dense"),
-        Case("dense", {"layout": "padded", "fsdp_reshard_after_forward": False}),
-        Case("dense", {"fsdp_cpu_offload": True}),
-        Case("tied", SPLIT),
-        Case("dense", DEALT),
+        Case("dense", {"layout": "padded", "fsdp_reshard_after_forward": False}, loss="gspo"),
+        Case("dense", {"fsdp_cpu_offload": True} | SHARED),
+        Case("tied", SPLIT, loss="cispo"),
+        Case("few heads", DEALT, loss="sapo"),
+        Case("uneven heads", DEALT | {"layout": "padded"}),
         Case("dense", DEALT, ADAPTER),
+        Case("dense", SHARED | {"gradient_checkpointing": True}, ADAPTER, is_exact=False),
+        Case("experts", SHARED, {"router_aux_loss_coef": 0.01}),
         Case("dense", {}, {"optimizer": "muon", "lr_decay_style": "cosine"}),
-        Case("dense", {}, {"optimizer": "sgd"}),
+        Case("dense", {}, {"optimizer": "tests.distributed.test_optimizers:nadam"}, is_exact=False),
         Case("recurrent"),
         Case("dense", is_exact=False),
         Case("dense", {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}, is_exact=False),
-        Case("dense", {"offload_activations": True, "offload_optimizer": True}, is_exact=False),
         Case("dense", LAYERS | OPTIMIZER, is_exact=False),
         Case("experts", {}, ROUTED, is_exact=False),
         Case("experts", LAYERS, ROUTED, is_exact=False),
@@ -110,6 +112,7 @@ CASES = {
     ],
     4: [
         Case("dense", {"fsdp_replicate_size": 2}),
+        Case("uneven heads", {"context_parallel_size": 4}),
         Case("dense", DEALT | SPLIT | {"gradient_checkpointing": True}, is_exact=False),
         Case("experts", DEALT | {"expert_parallel_size": 4}, ROUTED, is_exact=False),  # other packs, same experts
     ],
@@ -120,6 +123,8 @@ MATRIX = {
         Case("latent attention", SPLIT | EXPERTS, is_exact=False),
         Case("one expert with biases", DEALT | EXPERTS, is_exact=False),
         Case("experts", DEALT),
+        Case("dense", {}, {"optimizer": "sgd"}),
+        Case("dense", {"offload_activations": True} | OPTIMIZER, is_exact=False),
     ],
     4: [
         Case("tied", SPLIT | {"fsdp_replicate_size": 2}),
@@ -138,20 +143,26 @@ Step = tuple[dict[str, Tensor], dict[str, float]]  # gradients before clipping, 
 def build(case: Case, hub: Path, mesh: dict[str, Any]) -> FSDPBackend:
     # with a large epsilon Adam does not blow the rounding of tiny gradients up to whole steps
     options = {} if case.values.get("optimizer") == "sgd" else {"adam_eps": 0.01}
+    if mesh.keys() <= MEMORY and "router_replay" not in case.values:
+        options |= {"prefix_sharing": "off"}
     options |= {"bf16": False, **case.values, **mesh}
     return FSDPBackend(config(str(hub / case.model), **options), total_steps=10)
 
 
-def steps(backend: FSDPBackend, case: Case, numbers: range, *, max_tokens: int, copies: int) -> list[Step]:
+def steps(backend: FSDPBackend, case: Case, numbers: range, max_tokens: int) -> list[Step]:
+    """Each step from the samples of all ranks, as the trainer packs and scores them."""
     gradients, found = keep_gradients(backend._optimizer), []
+    shares = backend._config.section(PrefixSharingConfig).prefix_sharing == "on"
     for number in numbers:
-        items = samples(8, seed=number)
+        items = grouped_samples(2, seed=number)[: 1 if number == 1 else None]
         if "router_replay" in case.values:
             items = with_routes(items, num_experts=MODELS[case.model][1]["num_experts"])
+        [step] = make_steps(backend, items, max_tokens)
+        assert step.shared > 0 or not shares or len(items) == 1
         with Exact() if case.is_exact else nullcontext():
-            packs = scored(backend, packs_of_this_rank(items, max_tokens, copies), reference=case.values == KL)
+            packs = scored(backend, step.packs, reference=case.values == KL)
             loss = LossConfig(entropy_coef=0.01, kl_loss_coef=case.values.get("kl_loss_coef", 0.0))
-            metrics = backend.train_step(packs, LOSSES["grpo"], loss)
+            metrics = backend.train_step(packs, LOSSES[case.loss], loss)
         found.append((dict(gradients), metrics))
     return found
 
@@ -175,7 +186,7 @@ def of_one_rank(cases: list[Case], hub: Path) -> None:
     for case in one_after_the_other(cases):
         if case.alone not in found:
             backend = build(case, hub, {})
-            taken = steps(backend, case, range(NUM_STEPS), max_tokens=4096, copies=1)
+            taken = steps(backend, case, range(NUM_STEPS), ONE_PACK)
             found[case.alone] = taken, state(backend)
             checkpoints_of(case, hub).write(1, lambda path, backend=backend: backend.save(path, 1))
     torch.save(found, hub / "of one rank.pt")
@@ -199,7 +210,7 @@ def broken_laws(cases: list[Case], hub: Path, folder: Path) -> dict[str, list[st
             backend.export(own / "before")
             if not same(load_files(own / "before"), load_files(hub / case.model)):
                 broken.append("the export before training is not the checkpoint")
-        taken = steps(backend, case, range(NUM_STEPS), max_tokens=SMALL_PACKS, copies=case.copies)
+        taken = steps(backend, case, range(NUM_STEPS), SMALL_PACKS)
         reached = state(backend)
         bound = EXACT if case.is_exact and not case.is_adapted else ROUNDED  # adapters are float32
         broken += differences_to_one_rank(taken, full_state(backend.model), *alone[case.alone], bound)
@@ -244,13 +255,15 @@ def broken_on_resume(backend: FSDPBackend, case: Case, hub: Path, folder: Path, 
     """Save, take another step; load into a new backend, take the same step."""
     CheckpointFolder(folder, keep_last=1).write(1, lambda path: backend.save(path, 1))
     later = range(NUM_STEPS, NUM_STEPS + 1)
-    straight = steps(backend, case, later, max_tokens=SMALL_PACKS, copies=case.copies)
+    backend.offload()
+    backend.onload()
+    straight = steps(backend, case, later, SMALL_PACKS)
     other = build(case, hub, case.mesh)
     latest = CheckpointFolder(folder, keep_last=1).latest()
     assert latest is not None
     other.load(latest)
     broken = [] if same(state(other), saved) else ["what is loaded is not what was saved"]
-    resumed = steps(other, case, later, max_tokens=SMALL_PACKS, copies=case.copies)
+    resumed = steps(other, case, later, SMALL_PACKS)
     if resumed[0][1] != straight[0][1] or not same(state(other), state(backend)):
         broken.append("the step after a resume is not that without")
     return broken

@@ -14,7 +14,7 @@ from tests.testing import spawn
 
 from .sharded import load_sharded
 
-# tied; experts; learned positions; a persistent buffer. test_sweep.py loads one family of each class too.
+# tied; experts; learned positions; a persistent buffer. Each rank its shard: test_sweep.py; dtypes: test_formats.py.
 FEW = ("qwen2", "qwen3_moe", "gpt2", "deepseek_v3")
 HSDP = ("qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3")
 FEW_EXPERTS = {
@@ -34,9 +34,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_two_ranks_hold_the_plain_model(whole: bool, checkpoints: Path):
-    for differences in spawn(2, _differences, checkpoints, FEW, whole):
+def test_two_ranks_hold_the_plain_model_read_whole(checkpoints: Path):
+    for differences in spawn(2, _differences, checkpoints, FEW, True):
         assert differences == _nothing(FEW)
 
 
@@ -45,25 +44,12 @@ def test_two_replicas_of_two_shards_hold_the_plain_model(checkpoints: Path):
         assert differences == _nothing(HSDP)
 
 
-def test_offloaded_shards_hold_the_plain_model(checkpoints: Path):
-    names = ("qwen2", "qwen3_moe", "gpt2")
-    for differences in spawn(2, _differences, checkpoints, names, False, 1, True):
-        assert differences == _nothing(names)
-
-
 def test_a_rank_without_experts_does_not_exist(tmp_path: Path):
     for name, changes in FEW_EXPERTS.items():
         zoo.build(name, **changes).save_pretrained(tmp_path / name)
     for differences, columns in spawn(4, _few_experts, tmp_path):
         assert differences == _nothing(FEW_EXPERTS)
         assert columns == {name: {2} for name in FEW_EXPERTS}
-
-
-def test_masters_are_float32_whatever_lies_on_disk(tmp_path: Path):
-    for dtype in (torch.bfloat16, torch.float16):
-        zoo.build("qwen2").to(dtype).save_pretrained(tmp_path / str(dtype))  # half of the bytes, and rounded
-    for differences in spawn(2, _upcast_differences, tmp_path):
-        assert differences == {"torch.bfloat16": [], "torch.float16": []}
 
 
 def test_a_conversion_that_mixes_rows_is_done_on_whole_tensors(tmp_path: Path):
@@ -76,12 +62,10 @@ def _nothing(names: Iterable[str]) -> dict[str, list[str]]:
     return {name: [] for name in names}
 
 
-def _differences(
-    root: Path, names: tuple[str, ...], whole: bool, replicas: int = 1, cpu_offload: bool = False
-) -> dict[str, list[str]]:
+def _differences(root: Path, names: tuple[str, ...], whole: bool, replicas: int = 1) -> dict[str, list[str]]:
     return {
         name: _compare(
-            load_sharded(root / name, whole=whole, replicas=replicas, cpu_offload=cpu_offload),
+            load_sharded(root / name, whole=whole, replicas=replicas),
             zoo.build(name, attn_implementation="eager"),
         )
         for name in names
@@ -96,17 +80,6 @@ def _few_experts(root: Path) -> tuple[dict[str, list[str]], dict[str, set[int]]]
         columns[name] = {p.placements[0].dim for p in experts if isinstance(p.placements[0], Shard)}
         differences[name] = _compare(model, zoo.build(name, attn_implementation="eager", **changes))
     return differences, columns
-
-
-def _upcast_differences(root: Path) -> dict[str, list[str]]:
-    differences = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        plain = zoo.build("qwen2", attn_implementation="eager")
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.copy_(parameter.to(dtype))
-        differences[str(dtype)] = _compare(load_sharded(root / str(dtype)), plain)
-    return differences
 
 
 def _hrm_text() -> PreTrainedModel:

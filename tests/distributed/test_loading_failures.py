@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from fsdptrain.errors import CheckpointError, FsdptrainError
-from fsdptrain.model.loading.meta import build_meta_model, load_weights, resolve_checkpoint
+from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from tests import zoo
 from tests.testing import spawn
 
@@ -109,19 +109,6 @@ def test_buffers_in_another_order_or_dtype_stop_all_ranks_together(folders: Path
     """A defect of slime's backend: a broadcast in the order of each rank's own buffers deadlocks, or mixes them up."""
     for messages in spawn(2, _errors_of_changed_buffers, folders / "good"):
         assert all("is not the same on all ranks" in message for message in messages), messages
-
-
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "no weights").mkdir()
-    (tmp_path / "no weights" / "config.json").write_text("{}")
-    for name, words in [
-        ("absent", "is not a folder"),
-        ("empty", "no config.json"),
-        ("no weights", "neither model.safe"),
-    ]:
-        with pytest.raises(CheckpointError, match=words):
-            resolve_checkpoint(str(tmp_path / name))
 
 
 def test_code_of_a_checkpoint_runs_only_when_asked_for(folders: Path, tmp_path: Path):

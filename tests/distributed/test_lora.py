@@ -1,15 +1,23 @@
-"""Adapters on real ranks against plain peft in one process: logprobs, gradients, files and merged weights."""
+"""Adapters on real ranks against plain peft in one process: logprobs, gradients, files, merged weights, references.
+
+Resumes, and one rank against several: test_laws.py.
+"""
 
 import copy
-from functools import cache
+import dataclasses
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.types import LossConfig
 from tests.exact import Exact, backends_in_float64
 from tests.testing import spawn
@@ -26,42 +34,35 @@ from .lora_cases import (
     trained,
     write_checkpoint,
 )
-from .sharded import full
-from .test_fsdp_backend import keep_gradients, packs_of_this_rank, samples
+from .sharded import full_state
+from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
+
+ROUNDED = 4 * torch.finfo(torch.float32).eps  # gradients of adapters are float32
+OF_ROUNDING = 4.0  # times the error of a merge by peft in float32
+OFFLOADED = {"fsdp_cpu_offload": True}  # with checkpointing bitwise: test_laws.py
+OPTIONS = {"experts": OFFLOADED, "transposed": OFFLOADED}
+STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Path:
-    """A checkpoint of each architecture."""
+    """A checkpoint of each architecture, and another one of qwen3."""
     folder = tmp_path_factory.mktemp("hub")
     for name in {architecture for architecture, _, _ in CASES.values()}:
         write_checkpoint(name, folder / name)
+    write_checkpoint("qwen3", folder / "other", seed=5)
     return folder
 
 
-ROUNDED = 4 * torch.finfo(torch.float32).eps  # gradients of adapters are float32
-OF_ROUNDING = 4.0  # times the error of a merge by peft in float32
-OFFLOADED = "2 ranks, cpu offload"  # with checkpointing bitwise: test_laws.py
-WAYS = {
-    "1 rank": (1, ["dense", "tied", "experts"], {}),
-    "2 ranks": (2, list(CASES), {}),
-    OFFLOADED: (
-        2,
-        ["experts", "transposed"],
-        {"fsdp_cpu_offload": True},
-    ),
-}
-
-
-def compute(hub: str, cases: list[str], values: dict, target: str):
-    """For each case: the start, and with other numbers logprobs of this rank's packs, gradients, and the exports."""
+def compute(hub: Path, target: Path):
+    """For each case logprobs of this rank's packs, gradients, and the exports."""
     backends_in_float64()
     found = {}
-    for case in cases:
-        backend = backend_of(hub, case, lora_export="both", **values)
-        start = {name: full(p) for name, p in trained(backend.model).items()}
+    for case in CASES:
+        backend = backend_of(str(hub), case, lora_export="both", **OPTIONS.get(case, {}))
+        assert not any(value.any() for name, value in full_state(backend.model).items() if "lora_B" in name)
         fill(backend)
         gradients = keep_gradients(backend._optimizer)
         with Exact():
@@ -69,46 +70,41 @@ def compute(hub: str, cases: list[str], values: dict, target: str):
             scores = [
                 s.values[p.loss_mask] for p, s in zip(packs, backend.compute_logprobs(packs, "policy"), strict=True)
             ]
-        backend.export(Path(target) / case)
+        backend.export(target / case)
         with Exact():
             backend.train_step(packs, objective, LossConfig())
-        found[case] = (start, scores, gradients)
+        found[case] = (scores, gradients)
     return found
 
 
-@pytest.fixture(scope="module")
-def results(hub, tmp_path_factory):
-    """Function of a way: the folder of its exports and what each rank found."""
-
-    @cache
-    def of(way: str):
-        world, cases, values = WAYS[way]
-        target = tmp_path_factory.mktemp("exports")
-        return target, spawn(world, compute, str(hub), cases, values, str(target))
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def expected(hub):
-    """Of plain peft: the model, logprobs and gradients."""
-    found = {}
+def test_forward_gradients_and_exports_are_those_of_plain_peft(hub: Path, tmp_path: Path):
+    ranks = spawn(2, compute, hub, tmp_path)
     for case, (architecture, _, _) in CASES.items():
-        model = plain_peft(hub / architecture, case)
+        theirs = plain_peft(hub / architecture, case).eval()
         with Exact():
-            found[case] = (model.eval(), *plain_gradients(model, samples()))
-    return found
-
-
-@pytest.mark.parametrize("way", ["2 ranks", OFFLOADED])
-def test_forward_and_gradients_are_those_of_plain_peft(results, expected, way):
-    ranks = results(way)[1]
-    for case in WAYS[way][1]:
-        _, logprobs, gradients = expected[case]
+            logprobs, gradients = plain_gradients(theirs, samples())
         for rank in ranks:
-            assert distance(rank[case][2], gradients) < ROUNDED, case
-        found = torch.cat([values for rank in ranks for values in rank[case][1]]).sort().values
+            assert distance(rank[case][1], gradients) < ROUNDED, case
+        found = torch.cat([values for rank in ranks for values in rank[case][0]]).sort().values
         assert torch.allclose(found, torch.cat(logprobs).sort().values, rtol=0, atol=1e-12), case
+        check_exports(hub / architecture, tmp_path / case, theirs, case)
+
+
+def check_exports(stock: Path, exported: Path, theirs: peft.PeftModel, case: str) -> None:
+    """The adapter is loaded by peft; the merged weights are as exact as those that peft merges."""
+    saved = load_file(exported / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == get_peft_model_state_dict(theirs).keys()
+    reloaded = peft.PeftModel.from_pretrained(plain(stock), exported / "adapter").eval()
+    with Exact():
+        wanted = logits(theirs)
+        assert torch.allclose(logits(reloaded), wanted, rtol=0, atol=1e-12), case
+        assert not torch.allclose(logits(plain(stock)), wanted, atol=0.1), case
+    exact, rounded = (
+        copy.deepcopy(model).merge_and_unload().state_dict() for model in (theirs, copy.deepcopy(theirs).float())
+    )
+    merged = plain(exported).state_dict()
+    assert merged.keys() == exact.keys()
+    assert largest_difference(merged, exact) <= OF_ROUNDING * largest_difference(rounded, exact), case
 
 
 def distance(found: dict, wanted: dict) -> float:
@@ -117,44 +113,98 @@ def distance(found: dict, wanted: dict) -> float:
     return max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
 
 
-@pytest.mark.parametrize("way", ["2 ranks", OFFLOADED])
-def test_exported_adapters_and_models_are_what_plain_peft_saves_and_merges(hub, results, expected, way):
-    for case in WAYS[way][1]:
-        stock, exported, theirs = hub / CASES[case][0], results(way)[0] / case, expected[case][0]
-        saved = load_file(exported / "adapter" / "adapter_model.safetensors")
-        assert saved.keys() == get_peft_model_state_dict(theirs).keys()
-        reloaded = peft.PeftModel.from_pretrained(plain(stock), exported / "adapter").eval()
-        with Exact():
-            wanted = logits(theirs)
-            assert torch.allclose(logits(reloaded), wanted, rtol=0, atol=1e-12), case
-            assert not torch.allclose(logits(plain(stock)), wanted, atol=0.1), case
-        exact, rounded = (
-            copy.deepcopy(model).merge_and_unload().state_dict() for model in (theirs, to_float32(theirs))
-        )
-        merged = plain(exported).state_dict()
-        assert merged.keys() == exact.keys()
-        assert largest_difference(merged, exact) <= OF_ROUNDING * largest_difference(rounded, exact), case
-
-
-def to_float32(model: peft.PeftModel) -> peft.PeftModel:
-    return copy.deepcopy(model).float()
-
-
 def largest_difference(found: dict, wanted: dict) -> float:
     return max((found[name].double() - wanted[name]).abs().max().item() for name in wanted)
 
 
-@pytest.mark.matrix
-def test_an_adapter_begins_with_the_same_numbers_on_any_number_of_ranks_and_does_nothing(results):
-    for case in ("dense", "experts"):
-        begun = results("1 rank")[1][0][case][0]
-        for rank in results("2 ranks")[1]:
-            assert all(torch.equal(begun[name], value) for name, value in rank[case][0].items())
-        for name, value in begun.items():
-            if "lora_A" in name:
-                assert torch.linalg.matrix_rank(value) == min(value.shape), name  # no row comes twice
-                assert 0.9 < value.abs().max() * value.shape[1] ** 0.5 <= 1, name
-            else:
-                assert not value.any(), name
-        first, second = (value for name, value in begun.items() if "q_proj.lora_A" in name)
-        assert not torch.equal(first, second)
+def whole_backend(path: Path, **values) -> FSDPBackend:
+    """One that trains all weights."""
+    return FSDPBackend(config(str(path), rollout_temperature=1.0, **values), total_steps=10)
+
+
+def score(backend, role, packs):
+    return torch.cat([found.values for found in backend.compute_logprobs(packs, role)])
+
+
+def reference(hub: Path, case: str, other: str | None, values: dict):
+    """Scores of the reference before training, and after a failure, a step and a resume; and of the model it is."""
+    packs = packs_of_this_rank(samples(), 128)
+    refs = {} if other is None else {"ref_load": str(hub / other)}
+    backend = backend_of(str(hub), case, kl_loss_coef=0.1, lr=1e-2, **values, **refs)
+    fill(backend)
+    weights = full_state(backend.model)
+    policy, before = score(backend, "policy", packs), score(backend, "reference", packs)
+    broken = dataclasses.replace(packs[0], labels=torch.full_like(packs[0].labels, 10**6))
+    with pytest.raises((IndexError, RuntimeError)):
+        backend.compute_logprobs([packs[0], broken], "reference")
+    assert torch.equal(score(backend, "policy", packs), policy)
+    assert not torch.equal(before, policy)
+    assert all(torch.equal(weights[name], value) for name, value in full_state(backend.model).items())
+    backend.train_step(packs, LOSSES["grpo"], LossConfig())
+    checkpoints = CheckpointFolder(hub / f"of {case}, {other}", keep_last=1)
+    checkpoints.write(1, lambda path: backend.save(path, 1))
+    backend.load(checkpoints.latest())
+    after = score(backend, "reference", packs)
+    moved = {name for name, value in full_state(backend.model).items() if not torch.equal(weights[name], value)}
+    assert moved == set(trained(backend.model)), moved ^ set(trained(backend.model))
+    assert (backend._reference is None) == (other is None)
+    expected = score(whole_backend(hub / (other or CASES[case][0]), **values), "policy", packs)
+    return before, after, expected
+
+
+def references(hub: Path):
+    return [
+        reference(hub, "experts", None, {"bf16": True, "fsdp_reshard_after_forward": False}),
+        reference(hub, "dense", "other", {"bf16": False, "fsdp_cpu_offload": True, "gradient_checkpointing": True}),
+    ]
+
+
+def test_the_reference_is_bitwise_the_model_without_its_adapter_and_only_that_is_trained(hub: Path):
+    for found in spawn(2, references, hub):
+        for before, after, expected in found:
+            assert torch.equal(before, expected)
+            assert torch.equal(after, expected)
+
+
+def checkpoint_and_refusals(hub: Path, directory: Path):
+    """dtypes of (frozen weights, adapters, Adam's moments); why others refuse a checkpoint of this adapter."""
+    backend = backend_of(str(hub), "dense", bf16=True)
+    fill(backend)
+    backend.train_step(packs_of_this_rank(samples(), 128), objective, LossConfig())
+    adapters = trained(backend.model)
+    others = [p for name, p in backend.model.named_parameters() if name not in adapters]
+    moments = [t for name, t in backend._optimizer.tensors().items() if "exp_avg" in name]
+    assert backend._optimizer.tensors().keys() == {f"{n}.{key}" for n in adapters for key in STATE}
+    checkpoints = CheckpointFolder(directory, keep_last=1)
+    checkpoints.write(2, lambda folder: backend.save(folder, 2))
+    refusals = []
+    for other in (
+        backend_of(str(hub), "dense", lora_alpha=7, bf16=True),
+        backend_of(str(hub), "dense", "other", bf16=True),
+        whole_backend(hub / "qwen3", bf16=True),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            other.load(checkpoints.latest())
+        refusals.append(str(caught.value))
+    return [{t.dtype for t in group} for group in (others, adapters.values(), moments)], refusals
+
+
+def test_a_checkpoint_holds_the_adapter_only_in_float32_and_is_refused_for_another_base(hub: Path, tmp_path: Path):
+    [(dtypes, (alpha, base, full_training))] = spawn(1, checkpoint_and_refusals, hub, tmp_path)
+    assert dtypes == [{torch.bfloat16}, {torch.float32}, {torch.float32}]
+    [folder] = (tmp_path / "checkpoints").iterdir()
+    names = set()
+    for path in (folder / "shards").iterdir():
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    adapters = {name for name in names if name.startswith("model.")}
+    assert names == adapters | {f"optimizer.{n.removeprefix('model.')}.{key}" for n in adapters for key in STATE}
+    assert all(".lora_A." in name or ".lora_B." in name for name in adapters)
+    assert len(adapters) == 2 * 2 * 7
+    for line in (alpha, base, full_training):
+        assert "of another model" in line
+        assert "\n" not in line
+    assert "alpha 6" in alpha
+    assert "alpha 7" in alpha
+    assert base.count("LoRA of rank 4, alpha 6 on weights") == 2
+    assert full_training.count("LoRA") == 1

@@ -18,14 +18,9 @@ from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.loop import TrainingLoop
 from tests.exact import Exact, backends_in_float64
-from tests.testing import save_tiny_checkpoint, spawn
+from tests.testing import spawn
 
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("qwen3")))
 
 
 def scores(backend: FSDPBackend, role: str) -> torch.Tensor:
@@ -135,7 +130,7 @@ def train_counted(checkpoint: str, directory: str) -> list[int]:
     values = {"num_rollout": 2, "steps_per_rollout": 4, "epochs_per_rollout": 2, "keep_last": 0, "export": False}
     sizes = {"rollout_batch_size": 8, "rollout_max_response_len": 16, "max_tokens_per_gpu": 64, "eval_interval": 0}
     run = Config(
-        hf_checkpoint=checkpoint, output_dir=directory, reward="tests.e2e.rewards:variety", log_to=[], bf16=False,
+        hf_checkpoint=str(checkpoint), output_dir=directory, reward="tests.e2e.rewards:variety", log_to=[], bf16=False,
         kl_loss_coef=0.1, prefix_sharing="off", **values, **sizes,
     )  # fmt: skip
     Trainer(run, dataset=[{"prompt": f"say {i}", "label": ""} for i in range(16)]).fit()

@@ -18,11 +18,13 @@ from fsdptrain.types import Images, LossConfig, LossOutput, Prompt, Sample, Samp
 from tests import agreement
 from tests import vision_zoo as zoo
 from tests.exact import Exact, backends_in_float64, in_float64
+from tests.matrix import only
 from tests.testing import spawn
 
 from .test_fsdp_backend import keep_gradients
 
-FEW = ("qwen3_vl", "gemma3")  # packed and padded; all families: test_vision_text.py
+FEW = ["qwen3_vl", "gemma3"]  # packed and padded
+TRAINED = ("qwen3_vl", "qwen2_5_vl")  # of these the tower too
 COLORS = {"red": (255, 0, 0), "grey": (90, 90, 90), "blue": (10, 20, 250)}
 SIZES = {"red": (16, 16), "grey": (24, 16), "blue": (16, 32)}
 TOLERANCE = 1e-11  # in float64, of the largest gradient: only the order of summation differs
@@ -119,28 +121,25 @@ def plain_loss(name: str, model: PreTrainedModel, sample: Sample, seen: Images |
     return (chosen * torch.tensor(sample.loss_mask[1:]) * sample.advantage / TOTALS.num_tokens).sum()
 
 
-def all_families(folders: list[Path], whose: list, train_vision: bool) -> list[dict[str, Tensor]]:
+def all_families(folders: list[Path], whose: list) -> list[dict[str, Tensor]]:
     backends_in_float64()
-    return [trained(folder, whose, train_vision=train_vision) for folder in folders]
+    return [trained(folder, whose, train_vision=folder.name in TRAINED) for folder in folders]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> list[Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("vision")
-    return [zoo.save(parent / name, name) for name in FEW]
+    return {name: zoo.save(parent / name, name) for name in zoo.FAMILIES}
 
 
-@pytest.mark.parametrize(
-    ("whose", "train_vision"),
-    [([[[0, 2, 1]], [[3]]], True), ([[[0, 2, 1]], [[3]]], False)],
-    ids=["images on one of two ranks", "frozen tower"],
-)
-def test_gradients_are_those_of_the_plain_model_one_by_one(folders, whose, train_vision):
-    by_rank = spawn(len(whose), all_families, folders, whose, train_vision)
-    for name, folder, found in zip(FEW, folders, by_rank[0], strict=True):
-        wanted = plain_gradients(name, folder, train_vision=train_vision)
+@pytest.mark.parametrize("names", only([FEW], [FEW, sorted({*zoo.FAMILIES} - {*FEW})]), ids=" ".join)
+def test_gradients_are_those_of_the_plain_model_one_by_one(folders, names):
+    """With images on one of two ranks."""
+    found_by_rank = spawn(2, all_families, [folders[name] for name in names], [[[0, 2, 1]], [[3]]])
+    for name, found in zip(names, found_by_rank[0], strict=True):
+        wanted = plain_gradients(name, folders[name], train_vision=name in TRAINED)
         assert found.keys() == wanted.keys()
-        assert any("vis" in key for key in found) == train_vision
+        assert any("vis" in key for key in found) == (name in TRAINED)
         largest = max(gradient.abs().max() for gradient in wanted.values())
         worst = {key: ((found[key] - wanted[key]).abs().max() / largest).item() for key in wanted}
         assert max(worst.values()) < TOLERANCE, (name, worst)
@@ -155,7 +154,7 @@ def adapted(folder: Path, whose: list[list[list[int]]], target: str) -> dict[str
 def test_an_adapter_of_the_tower_does_not_depend_on_who_has_images(folders):
     """In each pack one of two ranks has one. The embedding is frozen: on the other nothing but the blank image leads
     to the tower, whose gradients are reduced in the same order there."""
-    [folder] = [folder for folder in folders if folder.name == "qwen3_vl"]
+    folder = folders["qwen3_vl"]
     [wanted] = spawn(1, adapted, folder, [[[0], [3], [1]]], "attn.qkv")
     for found in spawn(2, adapted, folder, [[[0], [3]], [[3], [1]]], "attn.qkv"):
         assert any("visual" in name for name in found)
@@ -185,5 +184,5 @@ def engine_difference(folder: Path) -> float:
 
 
 def test_engine_and_trainer_agree_on_every_sampled_token(folders):
-    for found in spawn(2, engine_differences, folders):
+    for found in spawn(2, engine_differences, [folders[name] for name in FEW]):
         assert found == pytest.approx([0.0] * len(FEW), abs=1e-12)

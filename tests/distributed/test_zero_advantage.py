@@ -11,25 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config.presets import LOSS_OPTIONS
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.trainer.batches import PackingRules, StepBatches, in_epochs, make_batches
-from fsdptrain.trainer.metrics import packing_metrics
-from fsdptrain.trainer.samples.source import own_share
+from fsdptrain.trainer.batches import StepBatches, in_epochs
 from fsdptrain.types import LossConfig, Metrics, Sample
 from tests.exact import Exact, backends_in_float64
 from tests.matrix import only
 from tests.tensors import relative
-from tests.testing import save_tiny_checkpoint, spawn
+from tests.testing import spawn
 
 from .sharded import full_state
-from .test_fsdp_backend import MAX_RESPONSE, config, keep_gradients, scored
-from .test_sharing import GROUP_SIZE, MAX_TOKENS, grouped_samples
+from .test_fsdp_backend import GROUP_SIZE, config, grouped_samples, keep_gradients, make_steps, scored
 
 SKIPPED_WITH = sorted(name for name, options in LOSS_OPTIONS.items() if options.idle_at_zero_advantage)
 LEFT: dict[str, Callable[[int], bool]] = {  # which samples have an advantage
@@ -57,9 +53,8 @@ def options(number: int) -> LossConfig:
 
 
 def rollout(backend: FSDPBackend, items: list[Sample], aggregation: str, skips: bool, steps: int = 1):
-    layout, features = backend.layout_probe.layout, backend.features
-    rules = PackingRules(MAX_TOKENS, aggregation, MAX_RESPONSE, steps, 0, layout, features=features)
-    return make_batches(own_share(items), replace(rules, skips_zero_advantage=skips), rollout=0)
+    rules = {"num_steps": steps, "aggregation": aggregation, "skips_zero_advantage": skips}
+    return make_steps(backend, items, 256, **rules)
 
 
 def one_step(backend: FSDPBackend, found: dict, loss: str, settings: LossConfig, steps: list[StepBatches]) -> Step:
@@ -84,11 +79,6 @@ def every_loss(checkpoint: str) -> dict[tuple[str, str], tuple[Step, Step, Step,
             steps = [one_step(backend, gradients, loss, settings, case) for case in cases]
             found[loss, left] = (*steps, sum(pack.num_tokens for pack in cases[0][0].packs))
     return found
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("qwen3")))
 
 
 @pytest.fixture(scope="module", params=only([2], [1, 2]), ids=lambda ranks: f"{ranks} ranks")
@@ -149,27 +139,3 @@ def test_weights_after_several_updates_and_epochs_are_the_same(checkpoint: str) 
         for step, other in zip(mine, theirs, strict=True):
             assert norm({name: step[name] - other[name] for name in step}) <= EXACT * norm(other)
         assert relative(weights, expected) < EXACT  # Adam's momentum moves them without a gradient too
-
-
-def share_of_skipped_tokens(checkpoint: str) -> tuple[float, list[float]]:
-    """Over a rollout of several steps, and in each of them."""
-    backend = FSDPBackend(config(checkpoint), total_steps=10)
-    steps = rollout(backend, some_samples("one"), "token_mean", True, steps=2)
-    share, *shares = (packing_metrics(chosen)["perf/skipped_tokens"] for chosen in (steps, *([step] for step in steps)))
-    return share, shares
-
-
-def test_the_share_of_skipped_tokens_is_of_the_tokens_of_the_rollout(checkpoint: str) -> None:
-    lengths = [len(sample.token_ids) for sample in grouped_samples()]
-    for share, shares in spawn(2, share_of_skipped_tokens, checkpoint):
-        assert share == pytest.approx(1 - lengths[6] / sum(lengths), rel=1e-12)
-        assert share != pytest.approx(sum(shares) / len(shares), rel=1e-3)  # steps differ in tokens
-
-
-def no_samples(_: None) -> list[int]:
-    found = make_batches([], PackingRules(9, "token_mean", 9, 1, 0, "packed", skips_zero_advantage=True), rollout=0)
-    return [len(found), dist.get_rank()]
-
-
-def test_a_rollout_without_samples_has_no_steps() -> None:
-    assert spawn(2, no_samples, None) == [[0, 0], [0, 1]]

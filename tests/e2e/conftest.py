@@ -1,16 +1,12 @@
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from transformers import Qwen3MoeForCausalLM
 
 from tests import zoo
-from tests.testing import save_tiny_checkpoint, tiny_tokenizer
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random tiny Qwen3 with its tokenizer, as a hub folder."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("hub") / "tiny")
+from tests.e2e import command
+from tests.testing import tiny_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +18,22 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@dataclass(frozen=True)
+class Finished:
+    argv: list[str]  # without --output-dir
+    folder: Path
+    err: str
+
+
+@pytest.fixture(scope="session")
+def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of two rollouts with most of what a run can report. Tests that write into its folder copy it."""
+    folder = tmp_path_factory.mktemp("finished")
+    argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--kl-loss-coef", "0.1", "--entropy-coef", "0.01"]
+    argv += ["--global-batch-size", "8", "--n-samples-per-eval-prompt", "2", "--eval-greedy", "--profile-steps", "2"]
+    argv += ["--rollout-max-response-len", "64", "--overlong-penalty", "1", "--overlong-buffer", "32"]
+    result = command.run([*argv, "--output-dir", str(folder / "run")], folder)
+    assert result.code == 0, result.err
+    return Finished(argv, folder / "run", result.err)

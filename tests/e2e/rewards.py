@@ -11,17 +11,8 @@ from pathlib import Path
 from fsdptrain.types import Prompt
 
 
-def raises(prompt: Prompt, response: str) -> float:
-    return 1 / 0
-
-
 def exits(prompt: Prompt, response: str) -> float:
     sys.exit(0)
-
-
-def hangs(prompt: Prompt, response: str) -> float:
-    threading.Event().wait()
-    return 0.0
 
 
 def crashes_and_hangs(prompt: Prompt, response: str) -> float:
@@ -65,18 +56,6 @@ def killed_once(prompt: Prompt, response: str) -> float:
     if os.environ["RANK"] == "1" and len(_calls) == 20 and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return variety(prompt, response)
-
-
-def held(prompt: Prompt, response: str) -> float:
-    """Before its ninth call a rank leaves a file in the folder that HELD names, and waits for `go` there."""
-    if len(_calls) == 8 and "HELD" in os.environ:
-        folder = Path(os.environ["HELD"])
-        (folder / f"rank{os.environ['RANK']}").touch()
-        while not (folder / "go").exists():
-            time.sleep(0.01)
-    if response or _calls:  # not the call before the first rollout, which is rank 0's only
-        _calls.append(response)
     return variety(prompt, response)
 
 

@@ -1,22 +1,17 @@
 """How the demo treats existing folders and failures. test_wheel.py runs it, and `make demo` in full size."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from fsdptrain.errors import ConfigError
 from fsdptrain.tools.demo import demo
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years")
-    argv = [sys.executable, "-m", "fsdptrain", "demo", "--output-dir", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 2
-    assert (
-        done.stderr == f"fsdptrain: --output-dir {tmp_path} is not a demo folder: choose a new folder, or delete it\n"
-    )
+    with pytest.raises(ConfigError, match=f"--output-dir {tmp_path} is not a demo folder: choose a new folder, or del"):
+        demo.demo(["--output-dir", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 

@@ -1,4 +1,4 @@
-"""Episodes from the command line: a model learns to use a tool, and a run resumes bitwise."""
+"""Episodes from the command line: a model learns to use a tool. Other environments: test_examples.py."""
 
 import re
 from pathlib import Path
@@ -46,21 +46,3 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
     pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|user\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
     for a, b, heard, answer in (re.fullmatch(pattern, row["response"]).groups() for row in shown):  # type: ignore[union-attr]
         assert int(a) * int(b) == int(heard) == int(answer)
-
-
-def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    flags = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), "--environment-kwargs", "highest=9"]
-    flags += [
-        "--environment",
-        "examples.guess_number.game:GuessNumber",
-        "--prompt-data",
-        "environment",
-        "--eval-size",
-        "4",
-    ]
-    flags += ["--num-rollout", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-bf16"]
-    result = command.run([*flags, "--rollout-max-response-len", "16", "--log-to"], tmp_path)
-    assert result.code == 0, result.err
-    assert "reward/environment" in trained(metrics_of(run))[0]
-    assert "I think of a number from 1 to 9." in rows_of(run / "samples.jsonl")[0]["prompt"]

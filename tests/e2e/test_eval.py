@@ -10,8 +10,8 @@ from fsdptrain.config.flags import resolve
 from fsdptrain.config.recipe import to_yaml
 from fsdptrain.tools.evaluate import run_arguments
 from tests.e2e import command
-from tests.e2e.command import TINY_RUN, metrics_of, rows_of
-from tests.testing import save_tiny_checkpoint
+from tests.e2e.command import metrics_of, rows_of
+from tests.e2e.conftest import Finished
 
 
 def evaluation(folder: Path) -> dict[str, float]:
@@ -19,21 +19,15 @@ def evaluation(folder: Path) -> dict[str, float]:
     return {name: value for name, value in last.items() if name.startswith("eval/")}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    model = save_tiny_checkpoint(folder / "model")
-    flags = ["--hf-checkpoint", str(model), *TINY_RUN, "--save-interval", "1", "--output-dir", str(folder / "run")]
-    result = command.run([*flags, "--n-samples-per-eval-prompt", "2"], folder)
-    assert result.code == 0, result.err
-    return folder / "run"
+@pytest.fixture
+def run(finished: Finished) -> Path:
+    return finished.folder
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_checkpoint_has_the_scores_that_its_run_saw(run: Path, tmp_path: Path, num_ranks: int) -> None:
+def test_a_checkpoint_has_the_scores_that_its_run_saw_on_other_ranks(run: Path, tmp_path: Path) -> None:
     checkpoint = max((run / "checkpoints").glob("step_*"))
     argv = ["eval", "--checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "eval")]
-    result = command.run(argv, tmp_path, num_ranks=num_ranks)
+    result = command.run(argv, tmp_path, num_ranks=2)
     assert result.code == 0, result.err
     assert evaluation(tmp_path / "eval") == pytest.approx(evaluation(run))
     assert len(rows_of(tmp_path / "eval" / "samples.jsonl")) == 4 * 2
@@ -41,31 +35,39 @@ def test_a_checkpoint_has_the_scores_that_its_run_saw(run: Path, tmp_path: Path,
     assert not list((tmp_path / "eval").glob("checkpoints/*"))
 
 
-def test_all_rows_of_a_file_are_scored_and_written(run: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_scored_on_all_rows_of_other_data_with_other_options(run: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}?", "label": str(i)}) + "\n" for i in range(11)))
-    argv = ["eval", "--checkpoint", str(run / "hf"), "--prompt-data", str(data), "--n-samples-per-eval-prompt", "4"]
-    argv += ["--rollout-max-response-len", "6", "--reward", "tests.e2e.rewards:variety", "--no-bf16", "--log-to"]
-    argv += ["--pass-threshold", "3", "--output-dir", str(tmp_path / "eval")]
+    argv = [
+        "eval",
+        str(run),
+        "--prompt-data",
+        str(data),
+        "--n-samples-per-eval-prompt",
+        "4",
+        "--system-prompt",
+        "brief",
+    ]
+    argv += [
+        "--system-prompt",
+        "brief",
+        "--rollout-max-response-len",
+        "6",
+        "--reward",
+        "tests.e2e.rewards:variety",
+        "--no-bf16",
+        "--log-to",
+    ]
+    argv += ["--overlong-penalty", "0", "--pass-threshold", "0.4", "--output-dir", str(tmp_path / "eval")]
     result = command.run(argv, tmp_path)
     assert result.code == 0, result.err
     rows, found = rows_of(tmp_path / "eval" / "samples.jsonl"), evaluation(tmp_path / "eval")
     assert [row["label"] for row in rows] == [str(i) for i in range(11) for _ in range(4)]
     rewards = [row["reward"] for row in rows]
     assert found["eval/heldout/reward_mean"] == pytest.approx(sum(rewards) / 44)
-    assert found["eval/heldout/accuracy"] == pytest.approx(sum(reward >= 3 for reward in rewards) / 44)
-    solved = [any(reward >= 3 for reward in rewards[i : i + 4]) for i in range(0, 44, 4)]
-    assert found["eval/heldout/pass@4"] == pytest.approx(sum(solved) / 11)
-
-
-def test_a_finished_run_is_scored_on_other_data_with_other_options(run: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}?", "label": "1"}) + "\n" for i in range(3)))
-    more = ["--reward", "tests.e2e.rewards:variety", "--rollout-max-response-len", "6", "--system-prompt", "be brief"]
-    argv = ["eval", str(run), "--prompt-data", str(data), *more, "--output-dir", str(tmp_path / "eval")]
-    result = command.run(argv, tmp_path)
-    assert result.code == 0, result.err
-    assert len({row["prompt"] for row in rows_of(tmp_path / "eval" / "samples.jsonl")}) == 3
+    assert found["eval/heldout/accuracy"] == pytest.approx(sum(reward >= 0.4 for reward in rewards) / 44)
+    solved = [any(reward >= 0.4 for reward in rewards[i : i + 4]) for i in range(0, 44, 4)]
+    assert 0 < found["eval/heldout/pass@4"] == pytest.approx(sum(solved) / 11)
 
 
 @pytest.mark.parametrize("data", ["rows.jsonl", "reasoning_gym:spell_backward"])
@@ -113,6 +115,10 @@ def test_export_takes_a_run_and_writes_into_it(run: Path, tmp_path: Path) -> Non
     assert (folder / "hf" / "model.safetensors").read_bytes() == before
     older = command.run(["export", str(newest)], tmp_path)
     assert (older.code, older.err[:30]) == (2, "fsdptrain: --output is missing"), older.err
+    over_run = command.run(["export", str(newest), "--output", str(folder)], tmp_path)
+    assert over_run.code == 2
+    assert over_run.err.splitlines()[-1].startswith(f"fsdptrain: --output {folder}: the model cannot be written")
+    assert newest.is_dir()
     shutil.rmtree(folder / "checkpoints")
     none = command.run(["export", str(folder)], tmp_path)
     assert none.code == 2

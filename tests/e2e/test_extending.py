@@ -101,7 +101,7 @@ def test_a_package_adds_one_of_each_and_a_step_trains_with_it(checkpoint: Path, 
     install(tmp_path / "site", "acme", "fsdptrain.plugins", POINTS, {"acme": CODE})
     argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "acme", "--output-dir", str(tmp_path / "run")]
     argv += ["--loss", "acme:loss", "--advantage-estimator", "acme:advantage", "--reward", "acme:reward"]
-    argv += ["--rollout-engine", "acme", "--no-export", "--keep-last", "0"]
+    argv += ["--rollout-engine", "acme", "--no-export", "--keep-last", "0", "--reward-workers", "0"]
     refused = command.run_with_path([*argv, "--acme-label", "x"], tmp_path / "log", tmp_path / "site")
     assert "--acme-label has no effect without --acme-scale above 1" in refused.err
     result = command.run_with_path([*argv, "--acme-scale", "2.5"], tmp_path / "log", tmp_path / "site")

@@ -2,9 +2,6 @@
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,11 +12,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from fsdptrain import platform
-from fsdptrain.config import Config
+from fsdptrain import Config, Trainer, platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.hub import open_repository, push
-from tests.e2e.command import TINY_RUN
 
 NAME, TOKEN = "somebody/tiny", "hf_of_the_tests"
 
@@ -92,34 +87,28 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), "--push-to-hub", NAME, *TINY_RUN]
-    variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdptrain", *argv],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert hub.private == {NAME: True}
-    for path in (run / "hf").iterdir():
-        assert hub.files[path.name] == path.read_bytes()
-    assert set(hub.files) == {path.name for path in (run / "hf").iterdir()}
-    for text in (str(checkpoint.parent), str(tmp_path), "grpo"):  # no option of the run
-        assert text.encode() not in hub.files["README.md"]
-
-
 @pytest.fixture
 def alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is the only rank and speaks to `hub`."""
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     with platform.process_group(60):
         yield
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    options = {"hf_checkpoint": str(checkpoint), "output_dir": str(tmp_path), "push_to_hub": NAME, "num_rollout": 1}
+    sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 4, "eval_interval": 0}
+    rows = [{"prompt": "say a", "label": "a"}] * 2
+    Trainer(Config(**options, **sizes, reward="exact", bf16=False, log_to=[]), dataset=rows).fit()
+    assert hub.private == {NAME: True}
+    for path in (tmp_path / "hf").iterdir():
+        assert hub.files[path.name] == path.read_bytes()
+    assert set(hub.files) == {path.name for path in (tmp_path / "hf").iterdir()}
+    for text in (str(checkpoint.parent), str(tmp_path), "grpo"):  # no option of the run
+        assert text.encode() not in hub.files["README.md"]
 
 
 @pytest.mark.usefixtures("alone")

@@ -50,7 +50,7 @@ def test_strict_is_an_error_where_something_fell_back(tmp_path: Path):
     assert "--strict allows no fallback: layout: padded instead of packed" in result.err
 
 
-def test_a_run_warns_of_a_fallback_and_strict_ends_it(tmp_path: Path):
+def test_a_run_warns_of_a_fallback(tmp_path: Path):
     model = tmp_path / "model"
     save_tiny_checkpoint(model)  # its tokenizer
     for path in model.glob("*.safetensors*"):
@@ -62,11 +62,6 @@ def test_a_run_warns_of_a_fallback_and_strict_ends_it(tmp_path: Path):
     lines = [line for line in result.err.splitlines() if line.startswith("fallback: ")]
     assert len(lines) == 3
     assert lines[1] == "fallback: recurrent mixer: torch instead of causal-conv1d (not installed here)"
-    strict = command.run(
-        [*argv, "--eval-interval", "0", "--no-export", "--strict", "--output-dir", str(tmp_path / "other")], tmp_path
-    )
-    assert strict.code == 2
-    assert "--strict allows no fallback" in strict.err
 
 
 def test_without_a_config_it_is_one_line(tmp_path: Path):

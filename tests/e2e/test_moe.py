@@ -28,10 +28,3 @@ def test_routes_of_the_engine_and_the_loss_of_the_router_on_two_ranks(moe: Path,
         assert 1 <= row["moe/load_max"] <= 3  # E / k: all tokens choose it
         assert row["mismatch/abs_mean"] < 1e-4  # in float32 on the same weights and experts
         assert row["optim/skipped_steps"] == 0
-
-
-def test_routes_of_scoring_in_two_epochs_on_two_ranks(moe: Path, tmp_path: Path) -> None:
-    flags = ["--steps-per-rollout", "4", "--epochs-per-rollout", "2"]
-    [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", *flags)
-    assert "moe/load_max" in row
-    assert "moe/aux_loss" not in row

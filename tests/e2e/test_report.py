@@ -2,19 +2,16 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 from tests.e2e import command
-from tests.e2e.command import TINY_RUN
+from tests.e2e.conftest import Finished
 
 
-def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    flags = ["--output-dir", str(run), "--profile-steps", "2"]
-    trained = command.run(["--hf-checkpoint", str(checkpoint), *flags, *TINY_RUN], tmp_path / "1")
-    assert trained.code == 0, trained.err
-
-    result = command.run(["report", str(run)], tmp_path / "2")
+def test_report_of_a_real_run(finished: Finished, checkpoint: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished.folder, tmp_path / "run")
+    result = command.run(["report", str(run)], tmp_path)
 
     assert (result.code, result.err) == (0, "")
     last = command.metrics_of(run)[-2]

@@ -15,6 +15,7 @@ from fsdptrain.data.sft import SampleBuilder, untokenized
 from fsdptrain.data.tables import as_rows
 from tests.e2e import command
 from tests.e2e.command import metrics_of, trained
+from tests.matrix import only
 from tests.testing import tiny_tokenizer
 
 CHATS = [
@@ -67,12 +68,12 @@ def stock_loss(checkpoint: Path, loss_on: str) -> float:
     return total / count
 
 
-@pytest.mark.parametrize(("num_ranks", "loss_on"), [(1, "assistant"), (2, "last")])
+@pytest.mark.parametrize(("num_ranks", "loss_on"), only([(2, "last")], [(1, "assistant"), (2, "last")]))
 def test_eval_loss_is_the_token_mean_over_held_out_rows_on_any_ranks(num_ranks, loss_on, checkpoint, tmp_path) -> None:
     """Measured before training and after it, without an engine."""
     held_out = write(tmp_path / "held_out.jsonl", [{"messages": chat} for chat in CHATS])
     rows = [{"messages": [{"role": "user", "content": f"speak {i}"}, *chat[1:]]} for i, chat in enumerate(CHATS)]
-    options = {"eval_prompt_data": held_out, "sft_loss_on": loss_on, "lr": "1e-2", "eval_interval": 2}
+    options = {"eval_prompt_data": held_out, "sft_loss_on": loss_on, "lr": "1e-2", "eval_interval": 2, "keep_last": 1}
     argv = flags(checkpoint, tmp_path, rows, **options)
     result = command.run(argv, tmp_path / "out", num_ranks=num_ranks)
     assert result.code == 0, result.err
@@ -83,20 +84,22 @@ def test_eval_loss_is_the_token_mean_over_held_out_rows_on_any_ranks(num_ranks, 
     assert [row["eval/perplexity"] for row in found] == [math.exp(row["eval/loss"]) for row in found]
     assert "form: messages, in column messages" in result.err
 
+    step = tmp_path / "run" / "checkpoints" / "step_00000002"
+    result = command.run(["eval", "--checkpoint", str(step), "--output-dir", str(tmp_path / "eval")], tmp_path / "out")
+    assert result.code == 0, result.err
+    assert metrics_of(tmp_path / "eval")[0]["eval/loss"] == pytest.approx(found[1]["eval/loss"], rel=1e-6)
+    assert "perplexity" in result.out
+
 
 def test_unusable_rows_are_skipped_and_counted_and_a_step_has_all_its_samples(checkpoint, tmp_path) -> None:
     rows = [{"messages": chat} for chat in CHATS[:8]]
     rows = [*rows[:5], NO_ANSWER, CALLS, *rows[5:]]
     argv = flags(checkpoint, tmp_path, rows, eval_interval=0, rollout_batch_size=8, num_rollout=1)
-    for num_ranks in (1, 2):
-        result = command.run(
-            [*argv, "--output-dir", str(tmp_path / f"{num_ranks}")], tmp_path / "out", num_ranks=num_ranks
-        )
-        assert result.code == 0, result.err
-    one, two = (trained(metrics_of(tmp_path / str(n)))[0] for n in (1, 2))
-    assert one["progress/samples"] == two["progress/samples"] == 8
-    assert one["progress/unusable_rows"] == two["progress/unusable_rows"] > 0
-    assert one["loss/total"] == pytest.approx(two["loss/total"], rel=1e-5)
+    result = command.run(argv, tmp_path / "out", num_ranks=2)
+    assert result.code == 0, result.err
+    [row] = trained(metrics_of(tmp_path / "run"))
+    assert row["progress/samples"] == 8
+    assert row["progress/unusable_rows"] > 0
     assert "a row is skipped, and others like it: row rows.jsonl:" in result.err
     assert "2 of the first 10 rows cannot be trained on, 1: row rows.jsonl:" in result.err
 
@@ -119,32 +122,3 @@ def test_responses_are_generated_and_rewarded_if_asked_for(checkpoint, tmp_path)
     [first, last] = [row for row in metrics_of(tmp_path / "run") if "eval/loss" in row]
     assert {"eval/heldout/accuracy", "eval/perplexity"} <= first.keys()
     assert last["step"] == 1
-
-    chats = flags(checkpoint, tmp_path, [{"messages": chat} for chat in CHATS], eval_size=2, reward="exact")
-    result = command.run([*chats, "--sft-eval-generate"], tmp_path / "out")
-    assert result.code == 2
-    assert "--sft-eval-generate needs rows with a prompt and a label" in result.err.strip().splitlines()[-1]
-
-
-def test_the_eval_command_computes_the_loss_of_a_supervised_run(checkpoint, tmp_path) -> None:
-    rows = [{"messages": chat} for chat in CHATS]
-    argv = flags(checkpoint, tmp_path, rows, num_rollout=1, eval_size=2, keep_last=1)
-    assert command.run(argv, tmp_path / "out").code == 0
-    folder = tmp_path / "run" / "checkpoints" / "step_00000001"
-    result = command.run(
-        ["eval", "--checkpoint", str(folder), "--output-dir", str(tmp_path / "eval")], tmp_path / "out"
-    )
-    assert result.code == 0, result.err
-    trained_loss = [row["eval/loss"] for row in metrics_of(tmp_path / "run") if "eval/loss" in row][-1]
-    assert metrics_of(tmp_path / "eval")[0]["eval/loss"] == pytest.approx(trained_loss, rel=1e-6)
-    assert "perplexity" in result.out
-
-
-def test_unusable_evaluation_rows_end_the_run_before_the_model_is_loaded(checkpoint, tmp_path) -> None:
-    held_out = write(tmp_path / "held_out.jsonl", [NO_ANSWER] * 4)
-    rows = [{"messages": chat} for chat in CHATS[1:]]
-    result = command.run(flags(checkpoint, tmp_path, rows, eval_prompt_data=held_out), tmp_path / "out")
-    assert result.code == 2
-    last = result.err.strip().splitlines()[-1]
-    assert f"--eval-prompt-data {held_out}, held out for evaluation: none of 4 rows can be trained on" in last
-    assert "parameters" not in result.err

@@ -91,6 +91,7 @@ def test_ranks_run_ahead_together(checkpoint: Path, tmp_path: Path) -> None:
     assert rows[-1]["progress/samples"] == 6 * 16
 
 
+@pytest.mark.matrix
 def test_a_killed_run_goes_on_without_losing_a_prompt_or_training_on_one_twice(
     checkpoint: Path, tmp_path: Path
 ) -> None:

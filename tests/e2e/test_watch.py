@@ -174,22 +174,3 @@ def test_a_saved_page_compares_runs_and_colors_tokens(page: Browser, tmp_path: P
     assert "axis=minutes" in page.get("location.hash")
     assert "report.html" in {url.rpartition("/")[2].partition("#")[0] for url in page.requests}
     assert len(page.requests) == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["watch"], "watch needs the folder of a run, e.g. fsdptrain watch runs/Qwen3-4B-grpo"),
-        (["report", "--run", "x"], "report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo"),
-        (["trian", "--lr", "1e-5"], "'trian' is not a command; the commands are train, demo, recipes, inspect, plan,"),
-        (["watch", "nowhere"], "nowhere is not a folder: pass the --output-dir of a run"),
-        (["watch", ".", "--port", "70000"], "--port must be 0 to 65535, got 70000"),
-        (["watch", ".", "--host", "x"], "unknown flag --host"),
-        (["report", "docs"], "docs has no metrics.jsonl with a step in it: pass the --output-dir of a run"),
-    ],
-)
-def test_mistakes_are_one_line(argv: list[str], said: str, tmp_path: Path) -> None:
-    result = command.run(argv, tmp_path)
-    assert (result.code, result.out) == (2, "")
-    assert result.err.startswith(f"fsdptrain: {said}")
-    assert result.err.count("\n") == 1

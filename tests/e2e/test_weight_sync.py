@@ -8,9 +8,6 @@ import torch
 
 from fsdptrain import Config, Trainer
 from fsdptrain.errors import RolloutError
-from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.rollout.embedded.engine import HFEngine
 from tests.e2e import command
 from tests.e2e.engines import CALLS
 from tests.testing import save_tiny_checkpoint
@@ -43,18 +40,6 @@ def calls(checkpoint: Path, folder: Path, **values: Any) -> list[str]:
 def test_supervised_training_syncs_weights_for_evaluations_only(checkpoint: Path, tmp_path: Path) -> None:
     made = calls(checkpoint, tmp_path, algorithm="sft", eval_size=2, eval_interval=2, sft_eval_generate=True)
     assert made == ["weights 0", "generate", "weights 2", "generate", "weights 3", "generate"]
-
-
-def test_rollouts_always_have_the_newest_weights(checkpoint: Path, tmp_path: Path) -> None:
-    made = calls(checkpoint, tmp_path, n_samples_per_prompt=2, eval_interval=0)
-    assert made == ["weights 0", "generate", "weights 1", "generate", "weights 2", "generate"]
-
-
-def test_a_weight_sync_reports_its_metrics(checkpoint: Path, tmp_path: Path) -> None:
-    calls(checkpoint, tmp_path, n_samples_per_prompt=2, eval_interval=0, rollout_engine="hf")
-    rows = command.metrics_of(tmp_path)
-    synced = [row["step"] for row in rows if "weight_sync/bytes" in row]
-    assert synced == [1, 2]  # the last step is followed by no generation
 
 
 def test_a_tensor_that_is_wrong_after_a_later_sync_is_named_at_the_next_one(checkpoint: Path, tmp_path: Path) -> None:
@@ -93,34 +78,3 @@ def test_offload_train_changes_no_bit(tmp_path: Path) -> None:
         rows = command.metrics_of(tmp_path / name)
         assert any("perf/offload_s" in row for row in rows) == bool(more)
     assert written["stays"] == written["leaves"]
-
-
-def test_offload_train_frees_the_weights_during_generation_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[bool] = []
-    built: list[int] = []
-    backends: list[FSDPBackend] = []
-    offload, generate, build = FSDPBackend.offload, HFEngine.generate, HFEngine.__init__
-
-    def offloaded(backend: FSDPBackend, **more: Any) -> None:
-        backends.append(backend)
-        offload(backend, **more)
-
-    def generated(engine: HFEngine, prompts: Any, sampling: Any) -> Any:
-        weights = [p.to_local().untyped_storage().nbytes() for p in backends[-1].model.parameters()]  # pyright: ignore
-        held.append(bool(sum(weights)))
-        return generate(engine, prompts, sampling)
-
-    def built_beside(engine: HFEngine, *args: Any, **more: Any) -> None:
-        built.append(sum(local_shard(x).untyped_storage().nbytes() for x in backends[-1]._optimizer.tensors().values()))
-        build(engine, *args, **more)
-
-    monkeypatch.setattr(HFEngine, "__init__", built_beside)
-    monkeypatch.setattr(FSDPBackend, "offload", offloaded)
-    monkeypatch.setattr(HFEngine, "generate", generated)
-    checkpoint = save_tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # no storage is a file's
-    options = {"offload_train": True, "rollout_engine": "hf", "eval_size": 2}
-    calls(checkpoint, tmp_path, num_rollout=1, n_samples_per_prompt=2, **options)
-    assert held == [False] * 3  # an evaluation, a rollout, an evaluation
-    assert built == [0]  # bytes of the optimizer on the device

@@ -52,11 +52,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def run(installed: Path, folder: Path, *argv: str, code: int = 0) -> str:
+def run(installed: Path, folder: Path, *argv: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(installed / argv[0]), *argv[1:]]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
@@ -69,18 +69,10 @@ def test_the_wheel_has_the_recipes_the_demo_and_the_license(wheel: Path) -> None
     assert all(name.startswith(("fsdptrain/", "fsdptrain-")) for name in names)
 
 
-def test_commands_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+def test_the_demo_trains_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     where = run(installed, tmp_path, "python", "-c", "import fsdptrain; print(fsdptrain.__file__)")
     assert Path(where.strip()).is_relative_to(installed.parent)
-    assert "spell_backward_sft_demo" in run(installed, tmp_path, "fsdptrain", "recipes")
-    shown = run(installed, tmp_path, "fsdptrain", "recipes", "show", "gsm_symbolic_qwen3_4b")
-    assert shown == (ROOT / "recipes" / "gsm_symbolic_qwen3_4b.yaml").read_text()
     assert "# recipe" in run(installed, tmp_path, "fsdptrain", "--recipe", "gsm_symbolic_qwen3_4b", "--dry-run")
-    assert "no recipe" in run(installed, tmp_path, "fsdptrain", "--recipe", "gsm", "--dry-run", code=2)
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_demo_trains_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     said = run(installed, tmp_path, "fsdptrain", "demo", "--seed", "1", "--warm-up-steps", "21", "--rollouts", "1")
     folder = tmp_path / "runs" / "quickstart"
     assert json.loads((folder / "summary.json").read_text())["accuracy_after"] >= 0

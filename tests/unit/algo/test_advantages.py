@@ -24,12 +24,6 @@ def test_a_rank_without_samples_scales_nothing(scale: str) -> None:
     assert scale_over_batch([], AdvantageRule(ADVANTAGES["dr_grpo"], scale), dict) == []
 
 
-def test_the_whitened_advantage_of_a_single_sample_is_0() -> None:
-    scaling = AdvantageRule(lambda _rewards, _lengths: [0.7], "whiten")
-    (made,) = scale_over_batch(assign_advantages([sample("g", 0.3)], scaling), scaling, dict)
-    assert made.advantage == 0.0
-
-
 def test_groups_without_spread_are_counted() -> None:
     rewards = [("a", 1.0), ("a", 1.0), ("b", 1.0), ("b", 0.0), ("c", None), ("c", None), ("d", 1.0), ("d", None)]
     assert zero_spread_groups([sample(*r) for r in rewards]) == (3, 4)

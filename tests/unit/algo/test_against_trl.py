@@ -71,8 +71,8 @@ def logprobs_of(model: PreTrainedModel, batch: PackedBatch) -> LogProbs:
     return policy_logprobs(model, batch, layout="packed", temperature=TEMPERATURE, with_entropy=True)
 
 
-def make_samples(checkpoint: Path) -> list[Sample]:
-    """Two groups of four, of unequal lengths; the engine differs slightly from the old policy."""
+def make_samples() -> list[Sample]:
+    """Two groups of four, of unequal lengths."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for number in range(GROUPS * GROUP_SIZE):
@@ -82,23 +82,16 @@ def make_samples(checkpoint: Path) -> list[Sample]:
         mask = [False] * len(prompt) + [True] * length
         reward = float(torch.randint(0, 5, (), generator=generator)) / 4
         made.append(Sample(str(number // GROUP_SIZE), tokens, mask, [0.0] * len(mask), reward=reward))
-    with torch.no_grad():
-        old = logprobs_of(our_model(checkpoint, "old"), packed(made, "token_mean")).values
-    samples = []
-    for sample, logprobs in zip(made, old.split([len(s.token_ids) for s in made]), strict=True):
-        engine = [0.0, *(logprobs + 0.2 * torch.randn(len(logprobs), generator=generator))[:-1].tolist()]
-        near = [x if m else 0.0 for x, m in zip(engine, sample.loss_mask, strict=True)]
-        samples.append(replace(sample, rollout_logprobs=near))
-    return samples
+    return made
 
 
-def packed(samples: list[Sample], aggregation: str) -> PackedBatch:
+def packed(samples: list[Sample]) -> PackedBatch:
     totals = count_totals([num_loss_tokens(sample) for sample in samples])
-    return pack(samples, aggregation=aggregation, totals=totals, max_response_len=LONGEST)
+    return pack(samples, aggregation="token_mean", totals=totals, max_response_len=LONGEST)
 
 
 def ours(samples: list[Sample], checkpoint: Path) -> tuple[float, Gradients]:
-    batch = packed(samples, "token_mean")
+    batch = packed(samples)
     with torch.no_grad():
         batch = replace(batch, old_logprobs=logprobs_of(our_model(checkpoint, "old"), batch).values)
     model = our_model(checkpoint, "now")
@@ -168,7 +161,7 @@ def make_trainer(samples: list[Sample], checkpoint: Path, folder: Path) -> Any:
 
 def test_value_and_gradient_of_dapo_are_those_of_trl(checkpoint: Path, tmp_path: Path) -> None:
     """With TRL's advantages, which are float32. Compares gradients of each parameter in the 2-norm."""
-    samples = make_samples(checkpoint)
+    samples = make_samples()
     wanted = theirs(samples, checkpoint, tmp_path)
     same = [replace(sample, advantage=a) for sample, a in zip(samples, wanted.advantages, strict=True)]
     value, gradients = ours(same, checkpoint)

@@ -1,7 +1,5 @@
 """Sections and flat keys are equivalent, errors are one line, and derived values are correct."""
 
-import pickle
-
 import pytest
 
 from fsdptrain.config import AlgorithmConfig, Config, FsdpConfig
@@ -27,10 +25,6 @@ def test_sections_flat_keys_and_records_are_three_ways_to_say_the_same():
         lr=1e-5, fsdp=FsdpConfig(cpu_offload=True), algorithm=AlgorithmConfig(algorithm="gspo"), reward="math"
     )
     assert flat == nested == records
-
-
-def test_a_config_survives_a_pickle():
-    assert pickle.loads(pickle.dumps(config(fp16=True))) == config(fp16=True)
 
 
 def test_no_two_options_share_a_flag():
@@ -85,20 +79,9 @@ def test_a_bad_value_is_one_line_that_names_the_flag(values, line):
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_section_of_a_recipe_is_fine():
-    assert config(fsdp=None) == config()
-
-
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         config().optim.lr = 1.0
-
-
-@pytest.mark.parametrize(
-    ("values", "name"), [({}, "bfloat16"), ({"bf16": False}, "float32"), ({"fp16": True}, "float16")]
-)
-def test_the_compute_dtype(values, name):
-    assert config(**values).compute_dtype_name == name
 
 
 def test_the_size_of_a_rollout_and_of_its_steps():
@@ -119,12 +102,6 @@ def test_the_size_of_a_rollout_and_of_its_steps():
     sft = config(algorithm="sft", global_batch_size=64, num_rollout=10)
     assert (sft.samples_per_rollout, sft.steps_per_rollout, sft.total_optimizer_steps) == (64, 1, 10)
     assert config(algorithm="sft", rollout_batch_size=16).samples_per_rollout == 16
-
-
-def test_a_prompt_may_take_what_a_response_leaves():
-    assert config(max_tokens_per_gpu=4096, rollout_max_response_len=1024).prompt_budget == 3072
-    assert config(rollout_max_prompt_len=100).prompt_budget == 100
-    assert config(algorithm="sft", max_tokens_per_gpu=4096).prompt_budget == 4095
 
 
 def test_evaluation_needs_prompts_and_a_time():

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from fsdptrain.config import DataConfig, RolloutConfig
-from fsdptrain.data.prompts import ANSWER_TAGS_PROMPT, PromptStream, make_prompt, make_prompts
+from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
 from fsdptrain.data.rows import Row, content_hash, split_rows
 from fsdptrain.data.sources import load_rows
 from fsdptrain.errors import ConfigError, DataError
@@ -71,38 +71,10 @@ def test_a_prompt_has_one_bos_from_the_tokenizer_the_template_or_the_text(templa
     assert text_of(tokenizer, text, apply_chat_template=template is not None) == "<|user|>a"
 
 
-CHATS = [
-    ("2+2?", {}, "<|user|>2+2?<|end|><|assistant|>"),
-    ("2+2?", {"system_prompt": "Be brief."}, "<|system|>Be brief.<|end|><|user|>2+2?<|end|><|assistant|>"),
-    (" 2+2?\n", {"apply_chat_template": False}, " 2+2?\n"),
-    ("2+2?", {"apply_chat_template": False, "system_prompt": "S"}, "S\n\n2+2?"),
-    (
-        [{"role": "system", "content": "mine"}, {"role": "user", "content": "y"}],
-        {"system_prompt": "other"},
-        "<|system|>mine<|end|><|user|>y<|end|><|assistant|>",
-    ),
-    (  # a chat that ends with the assistant is continued
-        [{"role": "user", "content": "y"}, {"role": "assistant", "content": "<think>"}],
-        {},
-        "<|user|>y<|end|><|assistant|><think>",
-    ),
-]
-
-
-@pytest.mark.parametrize(("prompt", "options", "text"), CHATS)
-def test_text_of_a_prompt(tokenizer: Any, prompt: Any, options: dict[str, Any], text: str) -> None:
-    assert text_of(tokenizer, prompt, **options) == text
-
-
 @pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM], ids=["raises", "drops"])
 def test_a_system_prompt_without_a_system_role_precedes_the_user_message(template: str) -> None:
     text = text_of(with_template(template), "2+2?", system_prompt="Be brief.")
     assert text.startswith("[user]Be brief.\n\n2+2?")
-
-
-def test_an_error_of_the_template_names_the_row() -> None:
-    with pytest.raises(DataError, match="cannot render row r: System role not supported"):
-        text_of(with_template(NO_SYSTEM_ROLE), [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
 
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ f() }}", "{{ messages[9].role.x }}", "{{ 'x' * 10**18 }}"])
@@ -111,27 +83,6 @@ def test_a_template_may_raise_anything(template: str, system_prompt: str) -> Non
     with pytest.raises(DataError, match="the chat template of --hf-checkpoint cannot render row r: ") as caught:
         text_of(with_template(template), "x", system_prompt=system_prompt)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [3, [{"type": "text", "text": "y"}]])
-@pytest.mark.parametrize("system_prompt", ["", "Be brief."])
-def test_content_of_another_type_is_an_error_with_the_row(content: object, system_prompt: str) -> None:
-    joins = with_template("{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}")
-    with pytest.raises(DataError, match=r"cannot render row r: can only concatenate str"):
-        text_of(joins, [{"role": "user", "content": content}], system_prompt=system_prompt)
-
-
-def test_the_answer_tags_prompt_is_for_reasoning_gym_only(tokenizer: Any) -> None:
-    assert ANSWER_TAGS_PROMPT in text_of(tokenizer, "x", prompt_data="reasoning_gym:spell_backward")
-    assert "system" not in text_of(tokenizer, "x", prompt_data="x.jsonl")
-    assert "system" not in text_of(tokenizer, "x", prompt_data="reasoning_gym:spell_backward", system_prompt="")
-
-
-def test_template_kwargs_reach_the_template() -> None:
-    tokenizer = with_template("{% if enable_thinking %}think{% else %}no{% endif %}")
-    assert text_of(tokenizer, "x", chat_template_kwargs={"enable_thinking": True}) == "think"
-    with pytest.raises(ConfigError, match="must not set tokenize"):
-        make_prompts(rows(), tokenizer, data=DataConfig(chat_template_kwargs={"tokenize": True}))
 
 
 def test_a_missing_template_is_an_error_with_the_flag(tokenizer: Any) -> None:
@@ -203,13 +154,6 @@ def test_a_resumed_stream_equals_an_uninterrupted_one(tokenizer: Any, stop: int)
     assert second.progress == whole.progress
 
 
-def test_the_state_is_a_few_integers_and_checks_the_number_of_rows(tokenizer: Any) -> None:
-    state = stream(tokenizer).state_dict()
-    assert all(isinstance(value, int) for value in state.values())
-    with pytest.raises(DataError, match=r"has 9 training rows, 10 when the checkpoint.*--eval-size"):
-        stream(tokenizer, rows(9)).load_state_dict(state)
-
-
 def test_long_prompts_are_left_out_and_the_only_short_one_is_in_each_epoch(tokenizer: Any) -> None:
     mixed = [Row("short", "a"), *(Row(f"long:{i}", "a" * 50) for i in range(9))]
     prompts = stream(tokenizer, mixed, max_prompt_len=20)
@@ -223,27 +167,6 @@ def test_data_without_a_usable_row_is_an_error(tokenizer: Any) -> None:
         stream(tokenizer, max_prompt_len=3).next(1)
     with pytest.raises(DataError, match="none of 10 rows can be trained on, 10 equal a prompt"):
         stream(tokenizer, exclude={content_hash(row) for row in rows()}).next(1)
-
-
-def test_rows_that_are_all_too_long_are_not_all_read(tokenizer: Any) -> None:
-    class Endless(list):
-        def __len__(self) -> int:
-            return 10**6
-
-        def __getitem__(self, index: int) -> Row:
-            return Row(f"long:{index}", "a" * 50)
-
-    with pytest.raises(DataError, match="none of 1000 rows can be trained on, 1000 are longer than 20 tokens"):
-        stream(tokenizer, Endless(), max_prompt_len=20).next(1)
-
-
-def test_short_rows_after_many_long_ones_are_found_in_order_and_after_a_resume(tokenizer: Any) -> None:
-    mixed = [*(Row(f"long:{i}", "a" * 50) for i in range(1100)), Row("short", "a")]
-    ordered = stream(tokenizer, mixed, max_prompt_len=20, shuffle=False)
-    assert [p.id for p in ordered.next(1)] == ["short"]
-    shuffled = stream(tokenizer, mixed, max_prompt_len=20)
-    shuffled.load_state_dict(ordered.state_dict())
-    assert [p.id for p in shuffled.next(2)] == ["short", "short@1"]
 
 
 def test_training_has_no_row_with_the_content_of_an_evaluation_row(tokenizer: Any) -> None:

@@ -7,11 +7,11 @@ import pytest
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.prompts import PromptStream
-from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder, untokenized
-from fsdptrain.data.sft_forms import Conversation, UnusableRowError
+from fsdptrain.data.sft import SampleBuilder, untokenized
+from fsdptrain.data.sft_forms import UnusableRowError
 from fsdptrain.data.sft_masks import ConversationEncoder
 from fsdptrain.data.tables import as_rows
-from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.errors import DataError
 from fsdptrain.trainer.samples.sft import check_first_rows
 from fsdptrain.types import Sample
 from tests.testing import CHAT_TEMPLATE, merging_tokenizer, tiny_tokenizer
@@ -115,12 +115,6 @@ def test_text_and_mask_of_the_other_forms(values, options, text) -> None:
     assert shown(sample_of(values, **options)) == text
 
 
-def test_a_system_prompt_without_a_system_role_precedes_the_first_message() -> None:
-    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT_TEMPLATE
-    text = shown(sample_of({"messages": CHAT[1:3]}, template, system_prompt="P"))
-    assert text == "<|user|>P\n\nq<|end|><|assistant|>«one<|end|>»"
-
-
 @pytest.mark.parametrize("template", [WITH_TOOLS, AS_TEXT, JOINED], ids=["mapping", "text", "joined"])
 def test_a_turn_with_tool_calls_trains_the_calls(template: str) -> None:
     """Not an empty turn and its end, whatever form of the arguments the template expects."""
@@ -167,41 +161,6 @@ def test_a_row_without_an_exact_mask_is_an_error(values, template, kind, message
         sample_of(values, template)
     assert error.value.kind == kind
     assert "\n" not in str(error.value)
-
-
-def test_the_last_turn_of_a_template_with_thoughts_is_exact() -> None:
-    text = shown(sample_of({"messages": MULTI_TURN}, THOUGHTS, loss_on="last"))
-    assert text.endswith("<|assistant|>one<|end|><|user|>r<|end|><|assistant|>«[thought]two<|end|>»")
-
-
-def test_a_token_across_the_bound_of_a_turn_is_an_error() -> None:
-    """A space before a word is a part of the word's token."""
-    tokenizer, data = merging_tokenizer(), DataConfig(prompt_data="x")
-
-    def trained(separator: str) -> str:
-        tokenizer.chat_template = (
-            "{% for m in messages %}{{ m['role'] + SEPARATOR + m['content'] + '\n' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ 'assistant' + SEPARATOR }}{% endif %}"
-        ).replace("SEPARATOR", repr(separator))
-        chat = Conversation([say("user", "Hello"), say("assistant", "Hi!")])
-        ids, mask = ConversationEncoder(tokenizer, data, "assistant").encode(chat)
-        return tokenizer.decode([token for token, m in zip(ids, mask, strict=True) if m])
-
-    assert trained("\n") == "Hi!\n"
-    with pytest.raises(UnusableRowError, match="a token joins the beginning or end of a turn"):
-        trained(": ")
-
-
-def test_long_rows_are_unusable_by_the_limits() -> None:
-    for limits, kind in (({"max_prompt_len": 3}, LONG_PROMPT), ({"max_tokens": 9}, OVERLONG)):
-        with pytest.raises(UnusableRowError) as error:
-            sample_of({"messages": CHAT}, limits=limits)
-        assert error.value.kind == kind
-
-
-def test_conversations_need_the_chat_template() -> None:
-    with pytest.raises(ConfigError, match="--no-apply-chat-template: the data has conversations"):
-        sample_of({"messages": CHAT}, apply_chat_template=False)
 
 
 @pytest.mark.parametrize("long", [50, 10])

@@ -10,7 +10,6 @@ from fsdptrain.errors import DataError
 from tests.testing import tiny_tokenizer
 
 BUSY = settings(deadline=None, max_examples=30)  # other processes may keep an example waiting
-TOOL = [{"role": "tool", "content": "42"}]
 # The forms that templates of the hub have, made short.
 CHATML = (
     "{% for m in messages %}<|im_start|>"
@@ -102,17 +101,6 @@ def test_text_between_turns_follows_the_last_sampled_token(template: str, last: 
     assert between(template, "hi", last=last) == text
 
 
-def test_template_kwargs_apply_to_each_turn():
-    assert between(THINKING, "hi", chat_template_kwargs={"think": True}).endswith("assistant\n<think>\n")
-
-
-def test_a_tool_message_becomes_a_user_message_if_the_template_has_no_tools():
-    assert between(CHATML, TOOL).startswith("\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>")
-    for template in (STRICT, DEAF):
-        assert between(template, TOOL) == between(template, "42")
-        assert between(template, [*TOOL, {"role": "user", "content": "Go on"}]) == between(template, "42\nGo on")
-
-
 def test_a_template_that_rejects_the_observation_is_an_error():
     with pytest.raises(
         DataError, match="does not support user, user after an assistant message: roles must take turns"
@@ -122,13 +110,6 @@ def test_a_template_that_rejects_the_observation_is_an_error():
         between("{{ 1 / 0 }}", "hi")
     with pytest.raises(DataError, match="omits the assistant message"):
         between("{% for m in messages %}{{ m.role }}{% endfor %}", "hi")
-
-
-def test_without_a_template_the_observation_is_plain_text():
-    tokenizer = tokenizer_with(None)
-    renderer = TurnRenderer(tokenizer, data=DataConfig(apply_chat_template=False))
-    assert tokenizer.decode(renderer.between("\n42\n", last_token=1)) == "\n42\n"
-    assert renderer.between("", last_token=1) == []
 
 
 def test_special_tokens_in_an_observation_are_text():

@@ -69,13 +69,6 @@ def test_a_new_run_begins_with_empty_files_and_keeps_those_of_an_earlier_one(tmp
     assert [r["x"] for r in records(tmp_path / "metrics.jsonl")] == [2.0]
 
 
-def test_a_run_that_fails_before_its_first_step_changes_no_file(tmp_path):
-    log_steps(tmp_path, range(3), 1.0)
-    for resumed_step in (1, None):
-        logger(tmp_path, resumed_step).close()
-        assert [r["step"] for r in records(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-
-
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^--output-dir .*file/run cannot be written: Not a directory"):

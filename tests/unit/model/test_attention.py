@@ -19,7 +19,6 @@ from fsdptrain.model.attention.attention import (
     VARLEN,
     Boundaries,
     attend,
-    register_attention,
     resolve_attention,
 )
 from tests.varlen import dense, varlen_attn
@@ -172,12 +171,6 @@ def test_auto_takes_flash_attn_3_on_hopper_only(
 def test_an_attention_that_cannot_run_is_a_config_error(requested: str, device_type: str) -> None:
     with pytest.raises(ConfigError, match=f"--attn-implementation {requested} needs"):
         resolve_attention(requested, device_type)
-
-
-def test_cudnn_does_not_build_a_plan_for_each_length_of_a_segment() -> None:
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    register_attention()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from huggingface_hub.errors import RepositoryNotFoundError
-from safetensors.torch import load_file
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading import hub
-from fsdptrain.model.loading.files import resolve_checkpoint, some_of, weight_files
-from fsdptrain.model.loading.meta import build_meta_model, load_weights, model_config
+from fsdptrain.model.loading.files import resolve_checkpoint, weight_files
+from fsdptrain.model.loading.meta import model_config
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from tests.testing import save_tiny_checkpoint
 
@@ -143,17 +141,3 @@ def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: 
     with pytest.raises(CheckpointError, match=r"generation_config\.json") as caught:
         stop_tokens(tmp_path, model_config(tmp_path, trust_remote_code=False), trust_remote_code=False)
     assert "\n" not in str(caught.value)
-
-
-def test_long_lists_are_cut():
-    assert some_of(["a", "b"]) == "a, b"
-    assert some_of(list("abcdef")) == "a, b, c and 3 more"
-
-
-def test_a_process_without_a_group_loads_by_itself(tmp_path: Path):
-    save_tiny_checkpoint(tmp_path)
-    model = build_meta_model(tmp_path, trust_remote_code=False, attn_implementation="eager")
-    load_weights(model, tmp_path)
-    stored = {name: tensor for file in weight_files(tmp_path) for name, tensor in load_file(file).items()}
-    for name, tensor in stored.items():
-        assert torch.equal(model.state_dict()[name], tensor.float()), name

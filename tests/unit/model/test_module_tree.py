@@ -2,7 +2,6 @@
 
 import pytest
 
-from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import repeated_layers
 from fsdptrain.tools.inspect.module_tree import module_tree
@@ -51,29 +50,6 @@ def test_each_layer_has_a_mixer_an_mlp_and_a_norm(name: str):
 def test_experts_and_routers_are_named(name: str):
     kinds = {part.kind for part in module_tree(zoo.meta(name))}
     assert {"experts", "router", "mixture of experts"} <= kinds
-
-
-def test_a_hybrid_has_both_mixers():
-    kinds = {part.kind: part.class_name for part in module_tree(zoo.meta("qwen3_next"))}
-    assert kinds["recurrent mixer"] == "Qwen3NextGatedDeltaNet"
-    assert kinds["attention"] == "Qwen3NextAttention"
-
-
-@pytest.mark.parametrize("name", configs.NAMES)
-def test_kinds_of_layers_cover_all_layers(name: str):
-    model = configs.meta_model(name)
-    kinds = layer_kinds(model)
-    assert sum(len(kind.indices) for kind in kinds) == len(repeated_layers(model))
-    assert len({(kind.path, index) for kind in kinds for index in kind.indices}) == len(repeated_layers(model))
-
-
-def test_a_vision_tower_and_the_text_are_lists_of_their_own():
-    spans = {(type(kind.layer).__name__, kind.span) for kind in layer_kinds(configs.meta_model("gemma-3-12b"))}
-    assert spans == {
-        ("SiglipEncoderLayer", "0-26"),
-        ("Gemma3DecoderLayer", "0-4, 6-10 ..."),
-        ("Gemma3DecoderLayer", "5, 11 ..."),
-    }
 
 
 def test_a_random_copy_keeps_one_layer_of_each_kind_of_each_list():

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,11 +120,6 @@ def test_other_labels_leave_the_sample_unscored(label: object) -> None:
         scored(DOUBLE, label)
 
 
-@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "import os; os._exit(0)"])
-def test_a_program_that_exits_before_its_tests_fails(leave: str) -> None:
-    assert scored(leave, "assert False") == (0, 0)
-
-
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(600)"])
 def test_a_program_that_does_not_end_fails_and_later_tests_too(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.monotonic()
@@ -189,28 +183,6 @@ def test_the_environment_of_the_trainer_is_out_of_reach(has_namespaces: bool) ->
     assert scored(program, f"assert set(os.environ) <= {known}, os.environ") == (1, 1)
     if has_namespaces:
         assert scored(program, "try:\n    read()\nexcept PermissionError:\n    pass\nelse:\n    assert False") == (1, 1)
-
-
-def test_the_folder_of_a_program_is_empty_and_is_deleted(
-    isolated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    program = f"import os\nassert not os.listdir() and os.getcwd().startswith({str(tmp_path)!r})\n"
-    program += "os.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.chmod('a', 0o500)\n"
-    assert scored(program, ["assert True"] * 2) == (1, 1)
-    assert not [*(tmp_path / "temporary").iterdir()]
-
-
-@pytest.mark.parametrize("own_session", [False, True])
-def test_children_of_a_program_die_with_it(isolated: bool, own_session: bool) -> None:
-    if own_session and not isolated:
-        pytest.skip("only a namespace of processes ends those that leave their session")
-    mark = uuid4().hex
-    child = f"[sys.executable, '-c', 'import time; time.sleep(600) # {mark}'], start_new_session={own_session}"
-    program = f"import os, subprocess, sys\nchild = subprocess.Popen({child})"
-    assert scored(program, "assert child.poll() is None") == (1, 1)
-    wait_until(lambda: not running(mark))
 
 
 def test_a_program_dies_with_the_process_that_tests_it(isolated: bool) -> None:

@@ -1,6 +1,5 @@
 """A judge gives a score or a reason. It is asked once per message, and again only if the server may recover."""
 
-import asyncio
 import json
 import threading
 import time
@@ -131,24 +130,6 @@ def test_a_wrong_key_is_a_reason_without_retries(
     assert not endpoint[1].calls
 
 
-def test_the_rubric_is_filled_in_once(endpoint: tuple[Endpoint, ScriptedEpisodes]) -> None:
-    judge = Judge(endpoint[0].url, "org/tiny")
-    prompt = Prompt("p", [1], "decoded", "the label", source=[{"role": "user", "content": "the task"}])
-    message = judge._message(prompt, "{label} {max}")
-    assert "<task>user: the task</task>\n<reference>the label</reference>\n<response>{label} {max}<" in message
-    assert "to 10 (" in message
-
-
-def test_a_message_is_judged_once() -> None:
-    with serving(lambda _: answer("<score>5</score>")) as server:
-        judge = a_judge(server)
-        assert rewards_of(scores(judge, ["a", "b"])) == [0.5, 0.5]
-        assert rewards_of(scores(judge, ["b", "a"])) == [0.5, 0.5]
-        assert len(server.times) == 2
-        scores(judge, ["a"], ["another label"])
-        assert len(server.times) == 3
-
-
 def test_a_busy_server_is_asked_again_when_it_says() -> None:
     def reply(index: int) -> Reply:
         return [(429, {"retry-after": "1"}, ""), (503, {}, ""), answer("<score>10</score>")][index]
@@ -182,13 +163,6 @@ def test_an_answer_without_a_score_is_a_reason_and_is_not_kept(garbage: Reply) -
         assert rewards_of(scores(judge, ["a"])) == [0.1]
 
 
-def test_the_last_score_counts_in_either_form() -> None:
-    texts = ["<score>1</score> no, <score> 7.5 </score>", 'x {"reason": "", "score": 3}', "<score>8/10</score>"]
-    with serving(lambda index: answer(texts[index])) as server:
-        judge = a_judge(server)
-        assert [rewards_of(scores(judge, [text])) for text in texts] == [[0.75], [0.3], [0.8]]
-
-
 def test_requests_are_limited_and_share_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judges, "MAX_CONNECTIONS", 3)
 
@@ -200,17 +174,6 @@ def test_requests_are_limited_and_share_connections(monkeypatch: pytest.MonkeyPa
         assert rewards_of(scores(a_judge(server), [str(i) for i in range(40)])) == [0.5] * 40
         assert server.most_open <= 3
         assert len(server.clients) < 40
-
-
-def test_a_new_event_loop_gets_a_new_client() -> None:
-    with serving(lambda _: answer("<score>5</score>")) as server:
-        judge = a_judge(server)
-
-        async def twice(text: str) -> list[float]:
-            return [await judge(Prompt("p", [1], ""), text + suffix) for suffix in "ab"]
-
-        assert [asyncio.run(twice(text)) for text in "xy"] == [[0.5, 0.5]] * 2
-        assert len(server.clients) == 2
 
 
 def test_the_options_make_the_judge(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The rewards math, exact, format and reasoning_gym."""
 
-import threading
-
 import pytest
 
 from fsdptrain.config import DataConfig
@@ -35,15 +33,6 @@ def prompt(label: object = None, text: str = "", **metadata: object) -> Prompt:
 )
 def test_math_compares_as_mathematics(label: object, response: str, reward: float | None) -> None:
     assert REWARDS["math"](prompt(label), response) == reward
-
-
-def test_math_works_outside_of_the_main_thread() -> None:
-    """math-verify's time limit is a signal, which raises there."""
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(REWARDS["math"](prompt("4"), "<answer>2+2</answer>")))
-    thread.start()
-    thread.join()
-    assert results == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +91,3 @@ def test_an_answer_that_a_task_cannot_read_is_wrong_and_not_unscored(task: str) 
     asked = prompt(row.label, **row.metadata)
     for answer in ODD_ANSWERS:
         assert 0 <= REWARDS["reasoning_gym"](asked, f"<answer>{answer}</answer>") < 0.5, answer
-
-
-def test_reasoning_gym_on_other_rows_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        REWARDS["reasoning_gym"](prompt("4"), "4")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,21 +63,3 @@ def test_each_prompt_is_read_once_and_rows_grow_by_one_token():
     assert shapes[0] == (3, 12)
     assert shapes[1][0] >= 45
     assert {width for _, width in shapes[1:]} == {1}
-
-
-@pytest.mark.parametrize("sync_interval", [1, 8])
-def test_at_most_a_quarter_of_the_cached_rows_has_finished(sync_interval):
-    decoding = Decoding(sync_interval=sync_interval)
-    for step, (num_rows, _) in enumerate(decoding.shapes[1:], start=1):
-        going = sum(length > step - step % sync_interval for length in decoding.lengths)
-        assert 0.75 * num_rows <= going <= num_rows if step >= sync_interval else num_rows == 60
-    assert decoding.shapes[-1][0] < 15  # some were dropped
-    last = max(decoding.lengths)
-    assert len(decoding.shapes) <= -(-last // sync_interval) * sync_interval
-
-
-def test_the_sync_interval_changes_no_completion():
-    often, rarely = Decoding(sync_interval=1), Decoding(sync_interval=8)
-    assert often.rows == rarely.rows
-    for ours, theirs in zip(often.logprobs, rarely.logprobs, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-11)

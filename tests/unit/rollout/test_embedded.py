@@ -191,26 +191,6 @@ def test_stop_ids_come_from_the_checkpoint(where, tmp_path):
     assert engine.stop_token_ids == expected[where]
 
 
-def test_new_weights_change_completions_and_their_version(engine):
-    before = engine.generate(PROMPTS, SAMPLING)
-    assert {completion.policy_version for completion in before} == {1}
-    engine.update_weights(tiny_qwen3(seed=1).state_dict().items(), 2)
-    after = engine.generate(PROMPTS, SAMPLING)
-    assert {completion.policy_version for completion in after} == {2}
-    assert all(one.token_ids != other.token_ids for one, other in zip(before, after, strict=True))
-    engine.update_weights(tiny_qwen3(seed=0).state_dict().items(), 1)
-    assert engine.generate(PROMPTS, SAMPLING) == before
-
-
-def test_a_tied_head_may_be_absent_or_have_either_name(engine, model):
-    expected = engine.generate(PROMPTS, SAMPLING)
-    for absent in ["lm_head.weight", "model.embed_tokens.weight"]:
-        weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != absent]
-        engine.sleep()
-        engine.update_weights(weights, 1)
-        assert engine.generate(PROMPTS, SAMPLING) == expected
-
-
 def test_weights_that_do_not_fit_are_named_after_reading_all(engine, model):
     weights = model.state_dict()
     del weights["model.norm.weight"]
@@ -244,17 +224,6 @@ def test_a_new_or_sleeping_engine_has_no_weights_and_refuses_until_they_come(eng
             engine.generate(PROMPTS, SAMPLING)
     engine.update_weights(model.state_dict().items(), 1)
     assert engine.generate(PROMPTS, SAMPLING) == expected
-
-
-def test_parameters_have_the_compute_dtype_and_buffers_float32(model, folder):
-    model.save_pretrained(folder)
-    engine = HFEngine(folder, dtype=torch.bfloat16, device=CPU)
-    engine.update_weights(model.state_dict().items(), 1)
-    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
-    assert {buffer.dtype for buffer in engine.model.buffers()} == {torch.float32}
-    for completion in engine.generate(PROMPTS[:1], SAMPLING):
-        expected = plain_logprobs(model, PROMPTS[0], completion, temperature=1.0)
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0.0, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import torch
 
 from fsdptrain import registry
 from fsdptrain.config import Config
-from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.errors import ConfigError
 from fsdptrain.rollout import choose_engine, engine_factory
 from fsdptrain.rollout.embedded.engine import HFEngine
-from fsdptrain.types import Completion
 from tests.testing import FakeRolloutEngine, save_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -76,10 +75,3 @@ def test_an_engine_can_be_named_by_its_path_or_plugged_in(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", installed.select)
     plugged_in = build(config_with("mine"), checkpoint=Path("unused"), device=CPU)
     assert isinstance(plugged_in, FakeRolloutEngine)
-
-
-@pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
-def test_a_completion_has_finite_logprobs(logprob):
-    """Else one token would make every metric of the mismatch infinite."""
-    with pytest.raises(RolloutError, match=f"--rollout-engine: .* 'p' has the logprob {logprob}"):
-        Completion("p", [1, 2], [-0.5, logprob], "stop", 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.tools.report.report import print_report, report_rows, title
+from fsdptrain.tools.report.report import print_report, report_rows
 
 GRPO = [
     {"step": 0, "eval/heldout/accuracy": 0.25, "eval/heldout_greedy/accuracy": 0.5},
@@ -32,29 +32,6 @@ def test_rows_have_first_best_and_last_values(tmp_path):
         "accuracy, greedy": ((0, 0.5), (4, 0.996), (4, 0.996)),
         "length [tokens]": ((1, 12.0), None, (4, 15.0)),
     }
-
-
-def test_a_run_without_a_reward_reports_its_lowest_loss(tmp_path):
-    losses = [{"step": step, "loss/total": loss} for step, loss in enumerate((4.0, 0.5, 1.0), start=1)]
-    (row,) = report_rows(write(tmp_path, losses))
-    assert (row.label, row.best) == ("loss", (2, 0.5))
-
-
-def test_a_run_with_selection_reports_all_groups_and_the_kept_share(tmp_path):
-    steps = [{**row, "selection/reward_mean": 0.1, "selection/kept_fraction": 0.5} for row in GRPO[1:3]]
-    steps[-1] |= {"selection/reward_mean": 0.9}
-    run = write(tmp_path, steps)
-    rows = {row.label: row for row in report_rows(run)}
-    assert rows["reward"].last == (2, 0.875)
-    assert rows["reward, including dropped groups"].best == (2, 0.9)
-    assert rows["share of groups kept"].best is None
-
-
-def test_an_unfinished_line_is_ignored(tmp_path):
-    run = write(tmp_path, GRPO)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "reward/me')
-    assert report_rows(run)[0].last == (4, 0.75)
 
 
 @pytest.mark.parametrize("rows", [None, []])
@@ -85,11 +62,3 @@ def test_a_broken_file_of_a_run_is_one_line_with_its_name(tmp_path, name, conten
     with pytest.raises(ConfigError, match=name) as caught:
         print_report(run)
     assert "\n" not in str(caught.value)
-
-
-def test_the_title_names_algorithm_model_and_data(tmp_path):
-    run = write(tmp_path, GRPO)
-    (run / "config.yaml").write_text(
-        "algorithm: {algorithm: grpo}\nmodel: {hf_checkpoint: Qwen/Qwen3-4B}\ndata: {prompt_data: rows.jsonl}\n"
-    )
-    assert title(run) == "grpo of Qwen/Qwen3-4B on rows.jsonl"

@@ -1,17 +1,11 @@
 """Training and evaluation data, and threads for rollouts in flight."""
 
-import threading
-from contextlib import ExitStack
-from types import SimpleNamespace
-
 import pytest
 
 from fsdptrain.config import Config, load_recipe, to_yaml
 from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.resolve import resolve
-from fsdptrain.trainer.samples.continuous import open_threads
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
-from tests.e2e.engines import InFlight
 from tests.testing import tiny_tokenizer
 
 LONG = "a" * 60
@@ -35,28 +29,6 @@ def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, h
     prompts = build_data(config, tiny_tokenizer(), rows, None).prompts
     assert len(prompts) == held_out
     assert [record.getMessage() for record in caplog.records] == told
-
-
-def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
-    config = Config(
-        hf_checkpoint="none", prompt_data="none", reward=["exact_match"], output_dir=str(tmp_path),
-        max_staleness=1, mismatch_correction="tis", rollout_batch_size=1, n_samples_per_prompt=2,
-    )  # fmt: skip
-    engine, busy, end = InFlight(SimpleNamespace(weight_naming="module")), threading.Event(), threading.Event()
-
-    def step() -> bool:
-        busy.set()
-        return end.wait(120)
-
-    with pytest.raises(ZeroDivisionError), ExitStack() as stack:
-        threads = open_threads(config, engine, stack)
-        running, *waiting = [threads.submit(step) for _ in range(4)]
-        assert busy.wait(60)
-        raise ZeroDivisionError
-    assert not running.done(), "it was waited for"
-    end.set()
-    assert running.result(60)
-    assert waiting[-1].cancelled()
 
 
 def test_thinking_mode_is_off_for_the_default_data_only(caplog):

@@ -22,7 +22,7 @@ from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn, prompt_seed
 from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
-from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
+from fsdptrain.types import NO_ROUTE, Completion, Prompt, SamplingParams, Turn
 from tests.rewards import in_process
 from tests.testing import FakeRolloutEngine, tiny_tokenizer
 
@@ -182,17 +182,6 @@ def test_prompt_ids_name_sample_and_turn_and_a_group_has_one_seed():
     assert prompt_seed(7, "p0") != prompt_seed(7, "p1") != prompt_seed(8, "p1")
 
 
-def test_rewards_add_up_by_their_parts():
-    def answer(turn: int, _: str) -> Turn:
-        rewards: list[Any] = [{"found": 1.0, "short": 0.5}, None, 2.0]
-        return Turn("more", done=turn == 3, reward=rewards[turn - 1])
-
-    made, _ = play(answer, finish=lambda state: {"found": 1.0})
-    assert made.samples[0].reward == pytest.approx(4.5)
-    assert made.samples[0].rewards == {"found": 2.0, "short": 0.5}
-    assert made.results.num_unscored == 0
-
-
 def test_an_episode_without_any_reward_is_unscored():
     made, _ = play(lambda turn, _: Turn(done=True))
     assert [sample.reward for sample in made.samples] == [None] * 4
@@ -252,16 +241,6 @@ def test_a_failing_episode_is_unscored_and_others_are_scored(wrong: Callable[[],
     assert sorted(environment.finished) == [0, 1, 2, 3]
 
 
-def test_an_error_in_finish_costs_its_episode_only():
-    broken = itertools.count()
-
-    def finish(state: Any) -> float:
-        return 1.0 if next(broken) else 1 / 0
-
-    made, _ = play(two_turns, finish=finish)
-    assert sorted((sample.reward for sample in made.samples), key=str) == [2.0, 2.0, 2.0, None]
-
-
 def test_a_long_observation_is_cut_and_ends_the_episode_if_no_room_is_left():
     made, _ = play(lambda turn, _: Turn("y" * 10**6, done=turn == 2, reward=0.0))
     assert not made.samples[0].truncated
@@ -271,34 +250,6 @@ def test_a_long_observation_is_cut_and_ends_the_episode_if_no_room_is_left():
     assert made.texts[0] == "yes<|end|>"
 
 
-@pytest.mark.parametrize("max_tokens", range(13, 18))
-def test_an_observation_without_room_for_a_response_is_left_out(max_tokens: int) -> None:
-    """Response and observation are 15 tokens together."""
-    made, _ = play(lambda turn, _: Turn("8 bytes.", reward=0.0), max_tokens=max_tokens, max_turns=2)
-    assert made.samples[0].loss_mask[-1]
-    assert made.texts[0].count("<|assistant|>y") == (max_tokens > 15)
-
-
-def test_completions_beyond_the_limit_of_a_prompt_are_cut():
-    def respond(prompt: Prompt, index: int) -> list[int]:
-        return [200] * 9 + [END] if "#" not in prompt.id else [201] * 100
-
-    class Unlimited(Recording):
-        def generate(self, prompts, sampling):
-            return super().generate([Prompt(p.id, p.token_ids, "") for p in prompts], sampling)
-
-    made, _ = play(two_turns, respond, max_tokens=60)
-    other, _ = play(two_turns, engine=Unlimited(respond), max_tokens=60)
-    assert [s.token_ids for s in other.samples] == [s.token_ids for s in made.samples]
-    assert all(s.truncated for s in other.samples)
-
-
-def test_an_observation_may_have_tool_and_user_messages():
-    messages: list[Message] = [{"role": "tool", "content": "42"}, {"role": "user", "content": "Well?"}]
-    made, _ = play(lambda turn, _: Turn(messages, done=turn == 2, reward=0.0))
-    assert made.texts[0] == "yes<|end|><|tool|>42<|end|><|user|>Well?<|end|><|assistant|>yes<|end|>"
-
-
 def test_each_token_has_the_routes_of_the_first_turn_that_read_it():
     made, _ = play(two_turns)
     for sample in made.samples:
@@ -306,11 +257,6 @@ def test_each_token_has_the_routes_of_the_first_turn_that_read_it():
         first_turn = sample.loss_mask.index(True) + len(words("yes")) - 1
         assert routes == [0] * first_turn + [1] * (len(routes) - first_turn - 1) + [NO_ROUTE]
         assert len(routes) == len(sample.token_ids)
-
-
-def test_a_cut_response_has_as_many_routes_as_tokens():
-    made, _ = play(lambda turn, _: Turn("and"), lambda prompt, index: [200] * 90, max_tokens=100)
-    assert all(len(sample.routes) == len(sample.token_ids) for sample in made.samples)
 
 
 def test_a_rank_without_prompts_calls_the_engine_and_returns_nothing():

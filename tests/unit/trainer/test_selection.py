@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdptrain.errors import RolloutError
 from fsdptrain.trainer.samples.selection import GroupResult, Selection, SelectionRules, likely_enough
 
 SPREADS = st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]), min_size=72, max_size=72)
@@ -57,32 +56,8 @@ def test_a_later_round_requests_the_likely_number_of_groups(missing: int, rate: 
     assert lower_end(count - 1) < missing
 
 
-def test_later_rounds_request_less_than_the_first() -> None:
-    selection = Selection(SelectionRules(dynamic=True, max_rounds=9), wanted=32)
-    selection.add([group(1.0)] * 28 + [group(0.0)] * 4)
-    assert 4 < selection.num_to_sample <= 8
-
-
 def test_without_dynamic_sampling_everything_is_kept_in_one_round() -> None:
     selection = Selection(SelectionRules(), wanted=3)
     assert run(selection, [0.0, 1.0, 0.0]) == [3]
     assert len(selection.kept) == 3
     assert selection.metrics() == {}
-
-
-def test_no_kept_group_is_an_error_with_the_flags() -> None:
-    selection = Selection(SelectionRules(dynamic=True, max_rounds=3), wanted=4)
-    run(selection, [0.0] * 12)
-    said = r"kept none of 12 groups in 3 rounds: .*mean is 0;.*--dynamic-sampling-max-rounds"
-    with pytest.raises(RolloutError, match=said):
-        selection.check(0)
-
-
-@pytest.mark.parametrize(("max_rounds", "lines"), [(1, 0), (2, 1)])
-def test_fewer_groups_than_wanted_are_logged_after_several_rounds(max_rounds, lines, caplog) -> None:
-    selection = Selection(SelectionRules(dynamic=True, max_rounds=max_rounds), wanted=4)
-    run(selection, [1.0, 0.0, 0.0, 1.0] + [0.0] * 4)
-    selection.check(6)
-    assert [record.getMessage() for record in caplog.records] == [
-        "rollout 7 trains on 2 of 4 groups: --dynamic-sampling-max-rounds 2 brought no more"
-    ] * lines

@@ -4,7 +4,6 @@ import multiprocessing
 import sys
 import threading
 import time
-from functools import partial
 
 import pytest
 
@@ -31,28 +30,6 @@ def test_results_and_errors_are_in_the_order_of_the_calls():
     assert isinstance(results[4], RuntimeError)
     assert "SystemExit: four" in str(results[4])
     assert StepThreads(num_threads=8, timeout=60.0).run([]) == []
-
-
-def test_at_most_num_threads_run_at_one_time():
-    running, most, lock = 0, 0, threading.Lock()
-    at_once = threading.Barrier(3)
-
-    def call():
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        at_once.wait(60)
-        with lock:
-            running -= 1
-
-    assert StepThreads(num_threads=3, timeout=120.0).run([call] * 12) == [None] * 12
-    assert most == 3
-
-
-def test_the_deadline_of_a_call_starts_with_it():
-    """One thread: the time in which a call waits for those before it does not count."""
-    assert StepThreads(num_threads=1, timeout=1.0).run([partial(time.sleep, 0.3)] * 5) == [None] * 5
 
 
 def test_a_hanging_call_is_replaced():

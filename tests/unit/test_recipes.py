@@ -1,0 +1,61 @@
+"""Each recipe is a configuration that can be run by its name, and the comments at its top are true."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fsdptrain import cli
+from fsdptrain.config import Config, load_recipe
+from fsdptrain.config.shipped import recipe_names
+from tests import configs
+from tests.recipe_headers import HARDWARE, RECIPES, read_header
+
+
+def test_the_package_has_the_recipes_of_the_repository() -> None:
+    assert recipe_names() == [path.stem for path in RECIPES]
+    assert {"gsm_symbolic_qwen3_4b", "sft_qwen2.5_7b", "spell_backward_demo"} <= set(recipe_names())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_header_says_what_the_recipe_trains_how_to_run_it_and_on_what(path: Path) -> None:
+    header, config = read_header(path), load_recipe(path)
+    assert re.fullmatch(r"[A-Z].{20,}[^.]\.", header.summary)
+    assert any(re.search(rf"(?<!\S)--recipe {re.escape(path.stem)}(?!\S)", line) for line in header.commands)
+    assert HARDWARE.fullmatch(header.hardware), header.hardware
+    assert header.time != ""
+    model = config.model.hf_checkpoint.rpartition("/")[2].lower().replace("-", "_")
+    for suffix in ("_base", "_instruct"):
+        model = model.removesuffix(suffix)
+    if not path.stem.startswith("spell_backward"):  # whose model the demo makes
+        assert path.stem.endswith(f"_{model}"), model
+        assert config.run.output_dir == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_dry_run_by_its_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_files_of(load_recipe(path), tmp_path)
+    assert cli.run(["--recipe", path.stem, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert Config(**yaml.safe_load(shown.out)) == load_recipe(path)
+
+
+def make_files_of(config: Config, folder: Path) -> None:
+    """Make the files that a recipe names and its user has to write: the demo's model, prompts, a rubric."""
+    if config.model.hf_checkpoint.startswith("runs/"):
+        model = folder / config.model.hf_checkpoint
+        model.mkdir(parents=True)
+        shutil.copy(configs.CONFIGS / "qwen3-4b" / "config.json", model)
+    columns = [config.value(flat) for flat in config.columns if config.value(flat)]
+    for spec, _ in config.data.sources.values():
+        path = folder / spec.partition("?")[0]
+        if path.suffix == ".jsonl":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(dict.fromkeys(columns, "1")) + "\n")
