@@ -41,7 +41,7 @@ OF_COMMANDS = {"--recipe", "--help", "--help-all", "--json", "--rollouts", "--nu
 OF_COMMANDS |= {"--checkpoint", "--host-memory-gib"}
 OF_OTHER_PROGRAMS = {
     *("--constraint", "--dry-run", "--ignore-installed"),  # pip
-    *("--nnodes", "--rdzv-endpoint", "--rdzv-id"),  # torchrun
+    *("--max-restarts", "--nnodes", "--rdzv-endpoint", "--rdzv-id"),  # torchrun
     *("--generation-config", "--shm-size", "--tasks", "--include_path"),  # vLLM, docker, lm_eval
 }
 ELLIPSIS = "..."
