@@ -198,13 +198,9 @@ class Keywords(TypedDict, total=False):
     rollout_urls: str | list[str]
     rollout_num_servers: int | None
     rollout_server_python: str | None
-    rollout_allow_public_servers: bool
     weight_transfer: Literal["file", "gloo", "nccl"]
     weight_sync_dir: str | None
-    update_weight_buffer_size: int
     weight_sync_timeout: float
-    server_start_timeout: float
-    min_servers: int
     megatron_tensor_parallel: int
     megatron_pipeline_parallel: int
     megatron_expert_parallel: int

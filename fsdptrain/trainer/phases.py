@@ -34,12 +34,12 @@ class Stopwatch:
 class Phases:
     """`with phases("train"): ...`; the seconds of the rollout so far are in `seconds`.
 
-    With --offload-train the trainer's tensors are in host memory while the engine generates. When an engine in this
-    process takes nearly as long as --dist-timeout, each rank writes its stacks to stderr.
+    With --offload-train the trainer's tensors are in host memory while the engine generates. When an engine takes
+    nearly as long as --dist-timeout, each rank writes its stacks to stderr.
     """
 
     def __init__(self, config: Config, backend: TrainBackend, engine: RolloutEngine | None) -> None:
-        self._patience = 0.0 if config.engine_has_own_devices else 0.9 * config.launch.dist_timeout  # [s]
+        self._patience = 0.9 * config.launch.dist_timeout  # [s]
         self._engine = engine
         self._offloading = backend if config.sync.offload_train else None
         self._watch = Stopwatch()
@@ -58,7 +58,7 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._place_tensors(name)
-        waits = self._patience > 0 and name in _WAITING
+        waits = name in _WAITING
         if waits:
             faulthandler.dump_traceback_later(self._patience, file=2)
         try:

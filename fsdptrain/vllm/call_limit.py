@@ -1,15 +1,14 @@
 """A deadline for calls of an engine in this process, which may hang where nothing can interrupt them."""
 
+import faulthandler
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.stacks import StackDump
 
 _FLAG = "--rollout-timeout"
 _GRACE = 1.25  # for a call that checks the deadline itself, between two steps
@@ -19,13 +18,11 @@ class CallLimit:
     """--rollout-timeout, for one call at a time.
 
     A call that checks `is_over` ends with a RolloutError. Any other one ends the process, after its stacks were
-    written. A thread watches: only code that never releases the GIL escapes it.
+    written to stderr. A thread watches: only code that never releases the GIL escapes it.
     """
 
-    def __init__(self, seconds: float, folder: Path, rank: int) -> None:
-        """`folder`: for stacks; it is created when it is needed."""
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._folder, self._rank = folder, rank
         self._end = time.monotonic()
 
     @contextmanager
@@ -53,17 +50,12 @@ class CallLimit:
 
     def _end_process(self, call: str, seconds: float) -> None:
         """With an exit code after which the same command continues."""
-        stacks = ""
         try:
-            dump = StackDump(self._folder, self._rank)
-            dump.dump()
-            stacks = str(dump.path)
-        except OSError as error:
-            stacks = str(error)
-        finally:
+            faulthandler.dump_traceback(sys.stderr)
             sys.stderr.write(
                 f"fsdptrain: {_FLAG} {self.seconds:g}: {call} hangs for {seconds:g} s and cannot be interrupted; "
-                f"stacks: {stacks}\n"
+                "stacks are above\n"
             )
             sys.stderr.flush()
+        finally:
             os._exit(1)

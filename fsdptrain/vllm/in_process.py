@@ -23,6 +23,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.protocols import Naming
 from fsdptrain.registry import suggest
 from fsdptrain.rollout.stop_tokens import stop_tokens
@@ -32,16 +33,15 @@ from fsdptrain.vllm.call_limit import CallLimit
 from fsdptrain.vllm.config import VllmConfig
 from fsdptrain.vllm.options import (
     ENVIRONMENT,
-    derived_options,
     engine_options,
     memory_utilization,
     request_batch_invariance,
     require_free,
     routes_of,
+    routes_options,
     sampling_options,
 )
 from fsdptrain.vllm.requests import Request, Requests
-from fsdptrain.vllm.worker.cpu_quirks import correct_speculative_sampling
 from fsdptrain.vllm.worker.readback import checksums
 
 _RESERVED = frozenset(
@@ -82,7 +82,6 @@ class VLLMEngine:
         self._step: Callable[[], list[Any]] = self._llm.llm_engine.step
         self._requests = Requests()
         self._prioritizes = options.get("scheduling_policy") == "priority"  # `generate` precedes requests in flight
-        correct_speculative_sampling()
         self._records_routes = bool(options.get("enable_return_routed_experts"))
 
     @property
@@ -255,21 +254,13 @@ def _generate_for_all_ranks(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
 ) -> list[Completion]:
-    """Completions of this rank's `prompts`, from an engine that all `ranks` call with all their prompts. Collective.
-
-    Equal prompts of several ranks are generated once.
-    """
+    """Completions of this rank's `prompts`, from an engine that all `ranks` call with all their prompts. Collective."""
     shares: list[list[Prompt]] = [[]] * dist.get_world_size(ranks)
     plain = [replace(prompt, text="", label=None, metadata={}, images=None) for prompt in prompts]
     dist.all_gather_object(shares, plain, group=ranks)
-    distinct = {_key(prompt): prompt for share in shares for prompt in share}
-    made, count = generate(list(distinct.values()), sampling), sampling.num_samples
-    by_key = {key: made[i * count : (i + 1) * count] for i, key in enumerate(distinct)}
-    return [completion for prompt in prompts for completion in by_key[_key(prompt)]]
-
-
-def _key(prompt: Prompt) -> tuple[str, tuple[int, ...], int | None]:
-    return prompt.id, tuple(prompt.token_ids), prompt.max_tokens
+    made = generate([prompt for share in shares for prompt in share], sampling)
+    begin = sum(len(share) for share in shares[: dist.get_rank(ranks)])
+    return made[begin * sampling.num_samples : (begin + len(prompts)) * sampling.num_samples]
 
 
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:
@@ -298,8 +289,8 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     for name in args:
         if name not in known:
             raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
-    options |= {**args, **derived_options(config, checkpoint, device.type)}
-    limit = CallLimit(config.section(VllmConfig).timeout, Path(config.run.output_dir) / "stacks", dist.get_rank())
+    options |= {**args, **routes_options(config.section(RouterConfig).replay, device.type)}
+    limit = CallLimit(config.section(VllmConfig).timeout)
     return VLLMEngine(checkpoint, limit=limit, trust_remote_code=config.model.trust_remote_code, **options)
 
 

@@ -4,26 +4,22 @@ import base64
 import io
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
 
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.fp8.config import Fp8Config
 from fsdptrain.features.lora.config import LoraConfig
-from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.types import Prompt, SamplingParams
 from fsdptrain.vllm.adapter import adapter_options
 from fsdptrain.vllm.config import VllmConfig
 
-_HOPPER = (9, 0)
 _DRAFTS = ("ngram", "suffix")  # methods of speculative decoding without weights
 # No telemetry; threads sleep while they wait: spinning ones made generation on shared cores 7 to 9 times slower.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -39,6 +35,10 @@ def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Options that --rollout-engine-args may override."""
     vllm, lora = config.section(VllmConfig), config.section(LoraConfig)
     draft = vllm.engine_args.get("speculative_config")
+    if draft and not on_gpu:
+        raise ConfigError(
+            "--rollout-engine-args speculative_config: on a CPU vLLM 0.32 samples wrong tokens with it: remove it"
+        )
     if isinstance(draft, Mapping) and draft.get("method") not in _DRAFTS:
         raise ConfigError(
             f"--rollout-engine-args speculative_config: method {draft.get('method')!r} drafts with weights that no "
@@ -76,28 +76,6 @@ def require_free(engine_args: Mapping[str, Any], reserved: frozenset[str]) -> No
     for name in engine_args:
         if name in reserved:
             raise ConfigError(f"--rollout-engine-args {name}: fsdptrain needs its own value here; remove it")
-
-
-def derived_options(config: Config, checkpoint: Path, device_type: str) -> dict[str, Any]:
-    """Options that go over --rollout-engine-args; they contain what the user gave of the same option."""
-    options = routes_options(config.section(RouterConfig).replay, device_type)
-    if device_type == "cuda":
-        model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=config.model.trust_remote_code)
-        options |= gdn_options(model_config, torch.cuda.get_device_capability(), config.section(VllmConfig).engine_args)
-    return options
-
-
-def gdn_options(
-    model_config: PreTrainedConfig, capability: tuple[int, int], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Triton's kernels for gated delta nets (Qwen3-Next, Qwen3.5) on Hopper, where vLLM would use FlashInfer's.
-
-    Through `additional_config`, which vLLM's own flag writes too: a version that does not know the key ignores it.
-    """
-    is_gdn = getattr(model_config.get_text_config(), "linear_key_head_dim", None) is not None
-    if not is_gdn or capability != _HOPPER or "gdn_prefill_backend" in given:
-        return {}
-    return {"additional_config": {"gdn_prefill_backend": "triton", **given.get("additional_config", {})}}
 
 
 def routes_options(replay: str, device_type: str) -> dict[str, Any]:

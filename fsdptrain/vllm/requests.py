@@ -28,12 +28,10 @@ class Request:
         self.read = read
         self.priority = priority
         self.future: Future[Completion] = Future()
-        self.cached_tokens = 0  # of the prompt, from the prefix cache
 
     def answer(self, output: Any) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
-        self.cached_tokens = output.num_cached_tokens or 0
         try:
             self.future.set_result(self.read(output.outputs[0]))
         except Exception as error:  # noqa: BLE001  # the thread that waits raises it

@@ -1,9 +1,11 @@
 """Build the server engine from the configuration: find or start the servers, and tell every rank about them."""
 
-import logging
+import asyncio
 import os
 import secrets
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,21 +17,20 @@ from transformers import AutoConfig
 from fsdptrain.config import Config
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.rollout.stacks import StackDump
+from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
-from fsdptrain.vllm.options import derived_options, engine_options, request_batch_invariance, require_free
-from fsdptrain.vllm.server.checks import is_local, require_private
-from fsdptrain.vllm.server.client import VLLMClient, host_of
+from fsdptrain.vllm.options import engine_options, request_batch_invariance, require_free, routes_options
+from fsdptrain.vllm.server.checks import is_local, require_fitting
+from fsdptrain.vllm.server.client import Deadline, VLLMClient, host_of
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.event_loop import EventLoop
-from fsdptrain.vllm.server.fleet import Fleet, Server
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN, ServerProcess, command_line
 from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name, shared_memory
 
-log = logging.getLogger(__name__)
-
-_REQUIRED = {"tokens_only": True, "enable_prompt_tokens_details": True}
+_REQUIRED = {"tokens_only": True}
+_FILE_BYTES = 512 * 2**20  # of weights in one file
+_START_SHARE = 0.8  # of --dist-timeout, after which the other ranks wait no longer
 API_KEY = "ROLLOUT_API_KEY"  # environment variable, for servers that run already
 _RESERVED = frozenset(
     {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "enable_lora", "scheduling_policy"}
@@ -40,68 +41,61 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 
 def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMServerEngine:
     """Collective. Rank 0 checks the servers, or starts them and waits until they are up."""
-    rank, loop = dist.get_rank(), EventLoop()
-    urls, fleet, folder, key = [], None, None, None
-    with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"):
-        if rank == 0:
-            urls, fleet, folder, key = _open_servers(config, checkpoint, device, loop)
-        stacks = StackDump(Path(config.run.output_dir) / "stacks", rank)
-    urls, key, run_id = gather((urls, key, secrets.token_hex(4)))[0]
+    loop, is_first = EventLoop(), dist.get_rank() == 0
+    urls: list[str] = config.section(VllmConfig).urls
+    key, folder, processes = os.environ.get(API_KEY), None, list[ServerProcess]()
+    with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"), ExitStack() as after_error:
+        if is_first:
+            if config.section(ServerConfig).weight_transfer == "nccl" and device.type != "cuda":
+                raise ConfigError(
+                    f"--weight-transfer nccl needs a GPU, and the trainer is on {device}: use file or gloo"
+                )
+            folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=_FILE_BYTES)
+            after_error.callback(folder.delete)
+            if urls:
+                loop.run(_check(urls, key, config))
+            else:
+                key = secrets.token_hex(16)
+                processes = _start(config, checkpoint, folder.path, key, device)
+                for process in processes:
+                    after_error.callback(process.close)
+                loop.run(_wait_until_up(processes, key, _START_SHARE * config.launch.dist_timeout))
+            after_error.pop_all()
+    servers = [(process.url, process.log) for process in processes] or [(url, None) for url in urls]
+    servers, key, run_id = gather((servers, key, secrets.token_hex(4)))[0]
     trust = config.model.trust_remote_code
     model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
     return VLLMServerEngine(
         config,
-        [VLLMClient(url, key) for url in urls],
+        [VLLMClient(url, key, log=log) for url, log in servers],
         run_id,
         loop=loop,
         stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust),
-        stacks=stacks,
-        fleet=fleet,
+        processes=processes,
         folder=folder,
     )
 
 
-def _open_servers(
-    config: Config, checkpoint: Path, device: torch.device, loop: EventLoop
-) -> tuple[list[str], Fleet, WeightFolder, str | None]:
-    vllm, options = config.section(VllmConfig), config.section(ServerConfig)
-    if options.weight_transfer == "nccl" and device.type != "cuda":
-        raise ConfigError(f"--weight-transfer nccl needs a GPU, and the trainer is on {device}: use file or gloo")
-    folder = WeightFolder(
-        weight_path(config, checkpoint),
-        max_file_bytes=options.update_weight_buffer_size,
-        with_deltas=options.weight_transfer != "file",
-    )
-    if vllm.urls:
-        key = os.environ.get(API_KEY)
-        servers = [Server(VLLMClient(url, key)) for url in vllm.urls]
-        for server in servers:
-            require_private(server.client.host, server.client.url, allow_public=vllm.allow_public_servers)
-    else:
-        key = secrets.token_hex(16)
-        servers = _processes(config, checkpoint, folder.path, key, device)
-    fleet = Fleet(servers, config)
-    try:
-        loop.run(fleet.start())
-    except BaseException:
-        loop.run(fleet.close())
-        folder.delete()
-        raise
-    return [server.client.url for server in servers], fleet, folder, key
+async def _check(urls: Sequence[str], key: str | None, config: Config) -> None:
+    await asyncio.gather(*(require_fitting(VLLMClient(url, key), config) for url in urls))
 
 
-def _processes(config: Config, checkpoint: Path, weights: Path, key: str, device: torch.device) -> list[Server]:
+async def _wait_until_up(processes: Sequence[ServerProcess], key: str, seconds: float) -> None:
+    deadline = Deadline(seconds)
+    await asyncio.gather(*(process.wait_until_up(VLLMClient(process.url, key), deadline) for process in processes))
+
+
+def _start(config: Config, checkpoint: Path, weights: Path, key: str, device: torch.device) -> list[ServerProcess]:
     request_batch_invariance(config, on_gpu=device.type == "cuda")
     folder = Path(config.run.output_dir) / "servers"
     folder.mkdir(parents=True, exist_ok=True)
-    python, count = config.section(VllmConfig).server_python or sys.executable, config.section(VllmConfig).num_servers
+    python = config.section(VllmConfig).server_python or sys.executable
     arguments = server_arguments(config, checkpoint, on_gpu=device.type == "cuda")
-    arguments += command_line(derived_options(config, checkpoint, device.type))
-    processes = [
+    arguments += command_line(routes_options(config.section(RouterConfig).replay, device.type))
+    return [
         ServerProcess(python, arguments, folder / f"server{i}.log", api_key=key, weights=weights, devices=devices)
-        for i, devices in enumerate(_devices(config, count or 0, device))
+        for i, devices in enumerate(_devices(config, config.section(VllmConfig).num_servers or 0, device))
     ]
-    return [Server(VLLMClient(process.url, key), process) for process in processes]
 
 
 def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[str]:
@@ -147,8 +141,6 @@ def weight_path(config: Config, checkpoint: Path) -> Path:
     if options.weight_transfer != "file" or all(is_local(host_of(url)) for url in config.section(VllmConfig).urls):
         # twice the files of the checkpoint, whose dtype may be half as wide as the compute dtype
         needed = 2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-        if options.weight_transfer != "file":  # a file is compared with the one before
-            needed += min(needed, options.update_weight_buffer_size)
         shared = shared_memory(needed)
         if shared is not None:
             return shared / name

@@ -1,19 +1,13 @@
-"""HTTP client of one vLLM server. Every request has a deadline and is sent once.
-
-ServerError
-├── ServerGoneError       the server cannot be reached, broke the connection, or its engine is dead
-│   └── ServerSilentError no answer before the deadline
-└── ServerRefusedError    the server answered with an error, or with something that vLLM does not answer
-"""
+"""HTTP client of one vLLM server. Every request has a deadline and is sent once; a failed one is a RolloutError that
+names the server and the request."""
 
 import asyncio
-import errno
 import json
-import math
 import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -23,20 +17,8 @@ from fsdptrain.errors import RolloutError
 
 _CONNECT_S = 30.0
 _MAX_SHOWN = 400  # characters of an answer in an error
-_DEAD_ENGINE = ("EngineDeadError", "EngineCore encountered an issue")
-
-
-class ServerError(Exception):
-    """A request failed. The message names the server and the request."""
-
-
-class ServerGoneError(ServerError): ...
-
-
-class ServerSilentError(ServerGoneError): ...
-
-
-class ServerRefusedError(ServerError): ...
+_LOG_LINES = 5  # of a failed server, in an error
+_LINE_LENGTH = 300
 
 
 class Deadline:
@@ -60,21 +42,20 @@ class Deadline:
 class Generation:
     """One completion as the server returned it."""
 
-    url: str  # of the server
     token_ids: list[int]  # (R,)
     logprobs: list[float]  # (R,)
     finish_reason: Literal["stop", "length"]
     versions: list[str]  # (R,) the tag of the weights that sampled each token
     routed_experts: str | None  # numpy array as base64
-    cached_tokens: int | None  # of the prompt, from the prefix cache; None: not reported
 
 
 class VLLMClient:
-    """Sends requests to the server at `url`, with `api_key` if it requires one."""
+    """Sends requests to the server at `url`, with `api_key` if it requires one. Errors show the end of its `log`."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, *, log: Path | None = None) -> None:
         self.url = url.rstrip("/")
         self.host = host_of(self.url)
+        self._log = log
         self._http = httpx.AsyncClient(
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` has a deadline for the rest
@@ -89,24 +70,26 @@ class VLLMClient:
     async def post(self, path: str, body: Any = None, *, timeout: float) -> Any:
         return await self._request("POST", path, body, timeout)
 
-    async def generate(self, body: Mapping[str, Any], *, timeout: float = math.inf) -> Generation:
-        """Raises ServerGoneError if the server ended the completion before it was finished."""
+    async def generate(self, body: Mapping[str, Any], *, timeout: float) -> Generation:
         what = "POST /inference/v1/generate"
-        answer = await self.post("/inference/v1/generate", body, timeout=timeout)
+        answer = await self._request(
+            "POST",
+            "/inference/v1/generate",
+            body,
+            timeout,
+            "; raise --rollout-timeout, or generate fewer tokens at once",
+        )
         try:
-            generation = _generation(self.url, answer)
+            generation = _generation(answer)
         except (LookupError, AttributeError, TypeError, ValueError) as error:
-            raise ServerRefusedError(f"{self.url} answered {what} without {error!r}: {_shown(answer)}") from None
+            raise RolloutError(f"{self.url} answered {what} without {error!r}: {_shown(answer)}") from None
         if generation.finish_reason not in ("stop", "length"):
-            raise ServerGoneError(f"{self.url} ended a completion with {generation.finish_reason!r}")
+            raise RolloutError(f"{self.url} ended a completion with {generation.finish_reason!r}")
         return generation
 
     async def version(self, *, timeout: float) -> str:
         """The tag of the engine's weights. The engine's scheduler answers, so this also checks the engine's health."""
         return await self._field("GET", "/weight_info", "weight_version", timeout=timeout)
-
-    async def is_paused(self, *, timeout: float) -> bool:
-        return await self._field("GET", "/is_paused", "is_paused", timeout=timeout)
 
     async def world_size(self, *, timeout: float) -> int:
         """The number of the engine's workers."""
@@ -114,7 +97,7 @@ class VLLMClient:
 
     async def reset_prefix_cache(self, *, timeout: float) -> None:
         if not await self._field("POST", "/reset_prefix_cache", "success", timeout=timeout):
-            raise ServerRefusedError(f"{self.url} did not reset its prefix cache, which belongs to the old weights")
+            raise RolloutError(f"{self.url} did not reset its prefix cache, which belongs to the old weights")
 
     async def engine_config(self, *, timeout: float) -> dict[str, Any]:
         return await self._field("GET", "/server_info?config_format=json", "vllm_config", timeout=timeout)
@@ -122,51 +105,48 @@ class VLLMClient:
     async def call_workers(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """Call `method` of the worker extension; one result per worker."""
         body = {"method": method, "args": args}
-        try:
-            return await self._field("POST", "/collective_rpc", "results", body=body, timeout=timeout)
-        except ServerRefusedError as error:
-            hint = "if its fsdptrain is not the trainer's version, install that in its environment and restart it"
-            raise ServerRefusedError(f"{error}; {hint}") from None
-
-    async def is_healthy(self, *, timeout: float) -> bool:
-        try:
-            await self.get("/health", timeout=timeout)
-        except ServerError:
-            return False
-        return True
+        return await self._field("POST", "/collective_rpc", "results", body=body, timeout=timeout)
 
     async def _field(self, method: str, path: str, name: str, *, body: Any = None, timeout: float) -> Any:
         answer = await self._request(method, path, body, timeout)
         if not isinstance(answer, dict) or name not in answer:
-            raise ServerRefusedError(f"{self.url} answered {method} {path} without {name!r}: {_shown(answer)}")
+            raise RolloutError(f"{self.url} answered {method} {path} without {name!r}: {_shown(answer)}")
         return answer[name]
 
-    async def _request(self, method: str, path: str, body: Any, timeout: float) -> Any:
-        """`timeout` covers the whole request. [s]"""
+    async def _request(self, method: str, path: str, body: Any, timeout: float, hint: str = "") -> Any:
+        """
+        timeout: for the whole request [s]
+        hint: ends the error of a request that takes longer
+        """
         what = f"{method} {path}"
         try:
             async with asyncio.timeout(timeout):
                 response = await self._http.request(method, self.url + path, json=body)
         except TimeoutError:
-            raise ServerSilentError(f"{self.url} did not answer {what} in {timeout:.0f} s") from None
+            raise RolloutError(f"{self.url} did not answer {what} in {timeout:.0f} s{hint}") from None
         except httpx.HTTPError as error:
-            if _is_out_of_files(error):
-                raise RolloutError(f"{what}: too many open files in the trainer: raise the limit (ulimit -n)") from None
-            raise ServerGoneError(f"{self.url} broke off {what}: {type(error).__name__}: {error}") from None
-        return self._content(response, what)
-
-    def _content(self, response: httpx.Response, what: str) -> Any:
+            why = f"{type(error).__name__}: {error}{self._last_words()}"
+            raise RolloutError(f"{self.url} broke off {what}: {why}") from None
         text = response.content.decode(errors="replace")
         if response.status_code != 200:
-            message = f"{self.url} answered {what} with status {response.status_code}: {_shown(text)}"
-            is_gone = response.status_code in (502, 503, 504) or any(sign in text for sign in _DEAD_ENGINE)
-            raise (ServerGoneError if is_gone else ServerRefusedError)(message)
+            raise RolloutError(f"{self.url} answered {what} with status {response.status_code}: {_shown(text)}")
         if text.lstrip()[:1] not in ("{", "["):  # some routes answer nothing, or a word
             return None
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise ServerRefusedError(f"{self.url} answered {what} with broken JSON: {_shown(text)}") from None
+            raise RolloutError(f"{self.url} answered {what} with broken JSON: {_shown(text)}") from None
+
+    def _last_words(self) -> str:
+        return "" if self._log is None else f" ({self._log}: {last_words(self._log)})"
+
+
+def last_words(log: Path) -> str:
+    """The last errors of a log, or else its last lines, on one line."""
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    lines = [line.strip()[:_LINE_LENGTH] for line in lines]
+    errors = [line for line in lines if "Error" in line or "error:" in line]
+    return " | ".join((errors or lines)[-_LOG_LINES:])
 
 
 def host_of(url: str) -> str:
@@ -175,7 +155,7 @@ def host_of(url: str) -> str:
     return host
 
 
-def _generation(url: str, answer: Any) -> Generation:
+def _generation(answer: Any) -> Generation:
     choice = answer["choices"][0]
     token_ids = choice["token_ids"]
     logprobs = [float(found["logprob"]) for found in choice["logprobs"]["content"]]
@@ -185,28 +165,10 @@ def _generation(url: str, answer: Any) -> Generation:
     versions = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     if not all(type(token) is int and token >= 0 for token in token_ids):
         raise ValueError("token_ids that are whole numbers")
-    if len(logprobs) != len(token_ids) or len(versions) != len(token_ids):
+    if not token_ids or len(logprobs) != len(token_ids) or len(versions) != len(token_ids):
         raise ValueError(f"a logprob and a version of each of {len(token_ids)} tokens")
-    details = (answer.get("usage") or {}).get("prompt_tokens_details")
-    return Generation(
-        url,
-        token_ids,
-        logprobs,
-        choice["finish_reason"],
-        versions,
-        choice.get("routed_experts"),
-        None if details is None else details["cached_tokens"],
-    )
+    return Generation(token_ids, logprobs, choice["finish_reason"], versions, choice.get("routed_experts"))
 
 
 def _shown(answer: Any) -> str:
     return " ".join(str(answer).split())[:_MAX_SHOWN]
-
-
-def _is_out_of_files(error: BaseException | None) -> bool:
-    """Whether this process cannot open another file: not the server's fault."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

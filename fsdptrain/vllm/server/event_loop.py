@@ -3,39 +3,19 @@
 import asyncio
 import concurrent.futures
 import threading
-import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fsdptrain.errors import RolloutError
 
 T = TypeVar("T")
-_CLOSE_S = 0.05  # for transports to close
-
-
-class _TrackingLoop(asyncio.SelectorEventLoop):
-    """Knows its connections. anyio forgets one if a request is cancelled at the moment in which it is connected."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
-
-    async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:
-        transport, protocol = await super().create_connection(*args, **options)
-        self._open.add(transport)
-        return transport, protocol
-
-    async def close_connections(self) -> None:
-        for transport in list(self._open):
-            transport.close()
-        await asyncio.sleep(_CLOSE_S)
 
 
 class EventLoop:
     """Runs coroutines for synchronous callers in any number of threads."""
 
     def __init__(self) -> None:
-        self._loop = _TrackingLoop()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
 
@@ -53,15 +33,11 @@ class EventLoop:
             future.cancel()  # nobody waits any more, as after Ctrl-C
             raise
 
-    def cancel_all(self) -> None:
-        """Cancel all tasks and wait until they have ended. Calls of `run` raise a RolloutError."""
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-
     def close(self) -> None:
+        """Cancel all tasks and wait until they have ended. Calls of `run` raise a RolloutError."""
         if self._loop.is_closed():
             return
-        self.cancel_all()
-        asyncio.run_coroutine_threadsafe(self._loop.close_connections(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -70,21 +46,5 @@ class EventLoop:
 async def _cancel_others() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
-        if not task.cancelling():
-            task.cancel()
+        task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def race(work: Coroutine[Any, Any, T], interrupt: asyncio.Event, error: Exception) -> T:
-    """Return the result of `work`; cancel it and raise `error` as soon as `interrupt` is set."""
-    task, interrupted = asyncio.create_task(work), asyncio.create_task(interrupt.wait())
-    try:
-        await asyncio.wait((task, interrupted), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise error
-        return task.result()
-    finally:
-        for each in (task, interrupted):
-            if not each.cancelling():  # a second cancellation would interrupt the closing of a connection
-                each.cancel()
-        await asyncio.wait((task, interrupted))

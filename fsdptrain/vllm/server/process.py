@@ -1,5 +1,6 @@
 """vLLM servers that a run starts: on this machine, on the loopback interface, and never longer than the run."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import fsdptrain
+from fsdptrain.errors import RolloutError
 from fsdptrain.vllm.options import ENVIRONMENT
 from fsdptrain.vllm.server import supervisor
+from fsdptrain.vllm.server.client import Deadline, VLLMClient, last_words
 
 HOST = "127.0.0.1"
 _END_S = 30.0  # for the supervisor to kill its server
-_LOG_LINES = 5  # of a failed server, in an error
-_LINE_LENGTH = 300
+_HEALTH_S = 5.0
+_POLL_S = 0.3
 PLUGIN: Mapping[str, Any] = {"worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension"}
 MIDDLEWARE: Mapping[str, Any] = {"middleware": "fsdptrain.vllm.worker.auth.ApiKeyMiddleware"}
 _ENVIRONMENT = {
@@ -33,7 +36,7 @@ _REMOVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 class ServerProcess:
-    """A server on a port that it keeps when it is restarted."""
+    """A server that is being started."""
 
     def __init__(
         self,
@@ -50,66 +53,49 @@ class ServerProcess:
         weights: folder to delete if the run is killed.
         devices: CUDA_VISIBLE_DEVICES; None: no GPU.
         """
-        self._port = _reserve_port()
-        self.port: int = self._port.getsockname()[1]
-        self.url = f"http://{HOST}:{self.port}"
+        port = _free_port()
+        self.url = f"http://{HOST}:{port}"
         self.log = log
         self._imports = _import_folder()
-        self._devices = devices
-        self._api_key = api_key
-        self._server = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(self.port)]
-        self._server += arguments
-        self._temporary = os.pathsep.join(str(folder) for folder in (weights, self._imports) if folder)
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        guard = [sys.executable, str(supervisor.__file__), str(os.getpid()), self._temporary]
+        server = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port), *arguments]
+        temporary = os.pathsep.join(str(folder) for folder in (weights, self._imports) if folder)
+        guard = [sys.executable, str(supervisor.__file__), str(os.getpid()), temporary]
         environment = _DEFAULTS | {name: value for name, value in os.environ.items() if name not in _REMOVED}
-        environment |= _ENVIRONMENT | {"VLLM_API_KEY": self._api_key, "PYTHONPATH": str(self._imports)}
-        if self._devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = self._devices
-        with self.log.open("ab") as log:
+        environment |= _ENVIRONMENT | {"VLLM_API_KEY": api_key, "PYTHONPATH": str(self._imports)}
+        if devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*guard, *self._server],
+                [*guard, *server],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,  # Ctrl-C goes to the trainer, which then ends its servers
             )
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+    async def wait_until_up(self, client: VLLMClient, deadline: Deadline) -> None:
+        """RolloutError with the last errors of the log if the server ends, or is not healthy before the deadline."""
+        while True:
+            if self._process.poll() is not None or deadline.is_over:
+                what = f"was not up in {deadline.seconds:.0f} s" if deadline.is_over else "ended during its start"
+                raise RolloutError(f"{self.url} {what} ({self.log}: {last_words(self.log)})")
+            try:
+                await client.get("/health", timeout=_HEALTH_S)
+            except RolloutError:
+                await asyncio.sleep(_POLL_S)
+            else:
+                return
 
-    def kill(self) -> None:
-        """Tell the supervisor to kill the server, its engine and its workers. Does not wait."""
-        if self._process is not None and not self.has_ended:
-            self._process.terminate()
-            self._process.send_signal(signal.SIGCONT)  # a stopped process handles nothing else
-
-    def end(self) -> None:
-        """Kill the server and wait until it is gone."""
-        self.kill()
-        if self._process is None:
-            return
+    def close(self) -> None:
+        """Kill the server, its engine and its workers, and wait until they are gone."""
+        self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)  # a stopped process handles nothing else
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-
-    def close(self) -> None:
-        """End the server and give up its port."""
-        self.end()
-        self._port.close()
         shutil.rmtree(self._imports, ignore_errors=True)
-
-    def last_words(self) -> str:
-        """The last errors of its log, or else its last lines, on one line."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        lines = [line.strip()[:_LINE_LENGTH] for line in lines]
-        errors = [line for line in lines if "Error" in line or "error:" in line]
-        return " | ".join((errors or lines)[-_LOG_LINES:])
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
@@ -124,16 +110,10 @@ def command_line(options: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _reserve_port() -> socket.socket:
-    """A socket that is bound to a free port and does not listen.
-
-    Linux gives the port to nobody else while the socket exists, except to a server that binds it with SO_REUSEADDR, as
-    vLLM does.
-    """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind((HOST, 0))
-    return reserved
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
 
 
 def _import_folder() -> Path:

@@ -1,79 +1,57 @@
 """The newest weights as files: servers load them, or the trainer sends them.
 
 All files are written before any server is told, so that no rank is inside a collective while it waits for a server.
-They stay until the next version, so that a restarted server can load them at any time.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import _TYPES
 from torch import Tensor
 
 from fsdptrain import platform
-from fsdptrain.vllm.worker.sparse_delta import Bytes, sparse_delta
 
 SHARED_MEMORY = Path("/dev/shm")
-FULL_EVERY = 50  # versions: servers get all weights then
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # of dtypes in safetensors' files
 
 
 class WeightFolder:
     """Holds the files of the newest version. Deletes what lay at `path` before."""
 
-    def __init__(self, path: Path, *, max_file_bytes: int, with_deltas: bool = False) -> None:
+    def __init__(self, path: Path, *, max_file_bytes: int) -> None:
         self.path = path
-        self.base: str | None = None  # tag of the version that `deltas` are against
-        self.deltas: list[Bytes | None] = []  # of the files; None: send the file
-        self._tag: str | None = None  # of the files; None: a write has failed
-        self._with_deltas = with_deltas
         self._max_file_bytes = max_file_bytes
-        self._num_files = 0  # of all versions: a name is never used twice
-        self._num_versions = 0
-        self._files: list[Path] = []
-        self._sizes: list[int] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)  # holds the tensors of one file
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True, mode=0o700)
 
-    def write(self, weights: Iterable[tuple[str, Tensor]], tag: str) -> list[Path]:
-        """Replace the files by `weights` of version `tag`, in files of at most `max_file_bytes` or of one tensor.
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> list[Path]:
+        """Replace the files by `weights`, in files of at most `max_file_bytes` or of one tensor.
 
         Reads `weights` to its end even after an error, because iterating it is collective; then raises an OSError.
         """
-        previous, self._files, self.deltas = self._files, [], []
-        last, self._sizes = self._sizes, []
-        self.base, self._tag = self._tag, None
-        compares = self._with_deltas and self.base is not None and self._num_versions % FULL_EVERY > 0
-        self._num_versions += 1
-        error: Exception | None = None
+        for path in self.path.glob("*.safetensors"):
+            path.unlink()
+        files: list[Path] = []
+        error: OSError | None = None
         for parts in self._parts(weights):
-            old = previous.pop(0) if previous else None
-            try:
-                if old is not None and not compares:
-                    old.unlink(missing_ok=True)  # makes room
-                if error is None:
-                    self._save(parts)
-                    self.deltas.append(_delta(old, self._files[-1]) if old and compares else None)
-            except Exception as caught:  # noqa: BLE001 - raised after the loop
-                error = caught
-            if old is not None:
-                old.unlink(missing_ok=True)
-        for path in previous:
-            path.unlink(missing_ok=True)
+            if error is None:
+                path = self.path / f"{len(files):05d}.safetensors"
+                try:
+                    with path.open("wb") as file:
+                        file.writelines(parts)
+                except OSError as caught:
+                    error = caught
+                files.append(path)
         if error is not None:
-            raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
-        self._tag, self._sizes = tag, [path.stat().st_size for path in self._files]
-        if last != self._sizes:
-            self.deltas = [None] * len(self._files)
-        return self._files
+            raise error
+        return files
 
     def _parts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[bytes, memoryview]]:
         """The parts of each file: header and data, in memory that the next file overwrites.
@@ -113,25 +91,6 @@ class WeightFolder:
 
     def delete(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-
-    def _save(self, parts: Sequence[bytes | memoryview]) -> None:
-        path = self.path / f"{self._num_files:08d}.safetensors"
-        self._num_files += 1
-        self._files.append(path)
-        with path.open("wb") as file:
-            file.writelines(parts)
-
-
-def _delta(old: Path, new: Path) -> Bytes | None:
-    try:
-        return sparse_delta(read(old), read(new))
-    except MemoryError:
-        return None
-
-
-def read(path: Path) -> Any:
-    """Memory-map a file. [bytes] u8"""
-    return np.memmap(path, np.uint8, "r")
 
 
 def folder_name(output_dir: Path) -> str:

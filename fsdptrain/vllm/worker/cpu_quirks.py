@@ -1,7 +1,7 @@
 """What vLLM 0.32 gets wrong on CPUs.
 
 It packs linear layers and experts for its kernels. After an update a tied head keeps its old packed copy, and experts
-are read as if they were still packed. Speculative decoding divides logits by uninitialized memory.
+are read as if they were still packed.
 """
 
 import platform
@@ -22,27 +22,6 @@ def request_amx() -> None:
     """
     if platform.machine() == "x86_64" and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
-
-
-def correct_speculative_sampling() -> None:
-    """On a CPU, replace the function that repeats the temperature of a request for each of its draft tokens.
-
-    Without Triton, vLLM's converts its output to whole numbers, and fills this copy. [vLLM 0.32, `_expand_kernel_impl`]
-    """
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports] - an extra
-    from vllm.triton_utils import HAS_TRITON  # pyright: ignore[reportMissingImports] - an extra
-
-    if current_platform.is_cpu() and not HAS_TRITON:
-        from vllm.v1.sample import rejection_sampler  # pyright: ignore[reportMissingImports] - an extra
-
-        rejection_sampler.expand_batch_to_tokens = _expand
-
-
-def _expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    """Repeat x [requests] for each token. [num_tokens] cu_num_tokens: [requests], where each request ends"""
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)
-    return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
 def tied_heads(model: nn.Module) -> dict[str, nn.Module]:

@@ -5,7 +5,6 @@ not be the trainer's: this package needs nothing that vLLM does not need.
 """
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, ParamSpec
@@ -14,15 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from fsdptrain.vllm.worker.cpu_quirks import correct_speculative_sampling
 from fsdptrain.vllm.worker.readback import checksums
-from fsdptrain.vllm.worker.received_files import ReceivedFiles
 from fsdptrain.vllm.worker.reload import reload_weights
 from fsdptrain.vllm.worker.weight_group import Plane, WeightGroup, join_store, local_address, tensors_of
 
 log = logging.getLogger(__name__)
-if "vllm" in sys.modules:  # in a worker
-    correct_speculative_sampling()
 
 _P = ParamSpec("_P")
 
@@ -49,7 +44,6 @@ class WorkerExtension:
     get_model: Callable[[], nn.Module]  # attributes of vLLM's own worker
     vllm_config: Any
     device: torch.device
-    _fsdptrain_last: ReceivedFiles | None = None
 
     def fsdptrain_checksums(self, names: list[str], kind: Any) -> dict[str, int]:
         """Checksums of the layers that vLLM computes with, by names of a checkpoint; unreadable ones are left out."""
@@ -58,56 +52,29 @@ class WorkerExtension:
     @_returning_error
     def fsdptrain_load_files(self, paths: list[str]) -> None:
         """Load all weights from files that this machine can read."""
-        self._fsdptrain_last = None
         reload_weights(self.get_model(), self.vllm_config, _tensors_in(paths, self.device))
-
-    def fsdptrain_last_received(self) -> str | None:
-        """The version whose files this worker still holds, so that it can take a sparse delta."""
-        return None if self._fsdptrain_last is None else self._fsdptrain_last.tag
 
     @_returning_error
     def fsdptrain_receive_weights(
-        self,
-        plane: Plane,
-        host: str,
-        port: int,
-        world_size: int,
-        timeout_s: float,
-        sizes: list[int],
-        sent_sizes: list[int],
-        tag: str,
-        base: str | None,
+        self, plane: Plane, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]
     ) -> None:
-        """Load all weights of version `tag` from files that the trainer at `host` broadcasts.
+        """Load all weights from files that the trainer at `host` broadcasts.
 
-        world_size: of the trainer and all workers of this engine. sizes: of the files. sent_sizes: less for a file that
-        comes as a sparse delta against version `base`. [bytes] base: None if all files are whole.
+        world_size: of the trainer and all workers of this engine
+        sizes: of the files [bytes]
         """
-        last, self._fsdptrain_last = self._fsdptrain_last, None
-        if base is None:
-            del last  # frees its memory
-            last = ReceivedFiles(f"fsdptrain-{tag}-{port}".replace("/", "-"), sizes)
-        elif last is None or last.tag != base:
-            raise RuntimeError(f"this worker does not hold version {base}, the base of the delta")
         parallel = self.vllm_config.parallel_config
-        try:
-            group = WeightGroup(
-                plane,
-                join_store(host, port, world_size, timeout_s),
-                rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
-                world_size=world_size,
-                timeout_s=timeout_s,
-                address=local_address(host),
-            )
-            last.allocate()
-        finally:
-            last.close()
-        received = (last.update(i, group.receive(size)) for i, size in enumerate(sent_sizes))
-        weights = (pair for file in received for pair in tensors_of(file))
+        group = WeightGroup(
+            plane,
+            join_store(host, port, world_size, timeout_s),
+            rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            address=local_address(host),
+        )
+        weights = (pair for size in sizes for pair in tensors_of(group.receive(size)))
         reload_weights(self.get_model(), self.vllm_config, weights)
         group.close()
-        last.finish(tag)
-        self._fsdptrain_last = last
 
 
 def _tensors_in(paths: Sequence[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:

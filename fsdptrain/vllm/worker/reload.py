@@ -14,7 +14,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
     get_layerwise_info,
 )
 
-from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
 from fsdptrain.vllm.worker.cpu_quirks import (
     forget_kernels,
     repack,
@@ -34,13 +33,11 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
     the model can be loaded again, but must not be used before.
     """
     received: set[str] = set()  # names of the checkpoint
-    is_quantized, sums = config.model_config.quantization is not None, {}
+    model.is_quantized = config.model_config.quantization is not None  # it holds other tensors than it receives
 
     def recorded() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             received.add(name)
-            if is_quantized:
-                sums[name] = start_checksum(tensor)
             yield name, tensor
 
     request_amx()
@@ -64,10 +61,8 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
             finally:
                 _LAYERS_LOG.setLevel(level)
             repack(heads.values())
-    if is_quantized:  # the tensors that the model holds are others
-        model.received_checksums = finish_checksums(sums)
     missing = missing_experts(received)
-    if loaded is not None and not is_quantized:
+    if loaded is not None and not model.is_quantized:
         missing += sorted(
             {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in heads} - loaded
         )

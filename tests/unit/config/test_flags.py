@@ -124,7 +124,6 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
         "megatron_sequence_parallel": ["--backend", "megatron", "--megatron-tensor-parallel", "2"],
         "train_vision": ["--image-key", "images", "--prompt-data", "x.jsonl"],
-        "rollout_allow_public_servers": ["--rollout-engine", "vllm-server", "--rollout-urls", "http://a:1"],
     }.get(flat, [])
     assert value(flat, flag, *extra) is True
     assert value(flat, "--no-" + flag[2:], *(extra if all_keys()[flat].default else [])) is False

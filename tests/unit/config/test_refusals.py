@@ -180,9 +180,7 @@ COMPUTED = """
 --rollout-engine vllm-server --rollout-urls 127.0.0.1:8000 | --rollout-urls '127.0.0.1:8000'; http://
 --rollout-engine vllm-server --rollout-urls http://user@a:1 | --rollout-urls
 --rollout-engine vllm-server --rollout-urls http://a:1 http://a:1/ | --rollout-urls; twice
---rollout-engine vllm-server --rollout-num-servers 2 --min-servers 3 | --min-servers 3; 2 servers
 --rollout-engine vllm-server --rollout-num-servers 2 --weight-sync-timeout 900.0 | --dist-timeout 1800; --weight-sync-timeout
---rollout-engine vllm-server --rollout-urls http://127.0.0.1:8000 --weight-sync-timeout 850.0 | --dist-timeout 1800; 1820 s; --weight-sync-timeout; one that comes back
 """
 
 

@@ -1,7 +1,6 @@
 """An HTTP server with vLLM's routes and a script of failures. tests/vllm/servers tests what real servers do."""
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,34 +18,20 @@ class ScriptedServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(
-        self,
-        *,
-        version: str = "run/1",
-        dies_after: int | None = None,
-        paused: bool = False,
-        port: int = 0,
-        listens: bool = True,
-    ) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, *, version: str = "run/1", dies_after: int | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.version = version
-        self.paused = paused
         self.dies_after = dies_after  # completions
         self.refuses: dict[str, str] = {}  # path -> message, with status 500
         self.breaks_off: set[str] = set()  # paths without an answer
         self.delays: dict[str, float] = {}  # path -> seconds before its answer
         self.holds: dict[str, threading.Event] = {}  # path -> set when it may answer
         self.texts: dict[str, str] = {}  # path -> body, instead of vLLM's answer
-        self.exits_on_generate = False  # the whole process
         self.calls: list[str] = []  # paths, in order
         self.generated: list[Any] = []  # bodies of requests for completions
-        self.info: Any = FITTING | {"instance_id": str(self.server_address[1])}
+        self.info: Any = FITTING
         self.lock = threading.Lock()
         self.client = VLLMClient(f"http://127.0.0.1:{self.server_address[1]}")
-        if listens:
-            self.listen()
-
-    def listen(self) -> None:
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def handle_error(self, *_: Any) -> None: ...
@@ -70,8 +55,6 @@ class _Handler(BaseHTTPRequestHandler):
             server.calls.append(path)
             if path in server.breaks_off:
                 return
-            if path == GENERATE and server.exits_on_generate:
-                os._exit(1)
             if path == GENERATE:
                 server.generated.append(body)
                 if server.dies_after is not None:
@@ -82,8 +65,6 @@ class _Handler(BaseHTTPRequestHandler):
         if path in server.refuses:
             self._send(500, json.dumps({"error": {"message": server.refuses[path]}}))
             return
-        if path in ("/pause", "/resume"):
-            server.paused = path == "/pause"
         if path == "/update_weight_version":
             server.version = body["new_version"]
         answer = ANSWERS.get(path, lambda server, body: {})(server, body)
@@ -115,7 +96,6 @@ ANSWERS: dict[str, Callable[[ScriptedServer, Any], Any]] = {
     "/weight_info": lambda server, body: {"weight_version": server.version},
     "/get_world_size": lambda server, body: {"world_size": 1},
     "/server_info": lambda server, body: {"vllm_config": server.info},
-    "/is_paused": lambda server, body: {"is_paused": server.paused},
     "/reset_prefix_cache": lambda server, body: {"success": True},
     "/collective_rpc": lambda server, body: {"results": [None]},
     GENERATE: _completion,

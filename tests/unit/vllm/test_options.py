@@ -7,33 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3NextConfig
 
 from fsdptrain.config import Config
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import ConfigError
 from fsdptrain.vllm.in_process import build_vllm_engine
-from fsdptrain.vllm.options import gdn_options, memory_utilization, routes_of, routes_options
+from fsdptrain.vllm.options import memory_utilization, routes_of, routes_options
 from tests.testing import spawn
-
-GDN = Qwen3NextConfig()
-TRITON = {"gdn_prefill_backend": "triton"}
-
-
-@pytest.mark.parametrize(
-    ("config", "capability", "given", "expected"),
-    [
-        (GDN, (9, 0), {}, {"additional_config": TRITON}),
-        (GDN, (9, 0), {"additional_config": {"a": 1}}, {"additional_config": {"a": 1, **TRITON}}),
-        (GDN, (9, 0), {"additional_config": {"gdn_prefill_backend": "flashinfer"}},
-         {"additional_config": {"gdn_prefill_backend": "flashinfer"}}),
-        (GDN, (9, 0), {"gdn_prefill_backend": "flashinfer"}, {}),
-        (GDN, (8, 0), {}, {}),
-        (Qwen3Config(), (9, 0), {}, {}),
-    ],
-)  # fmt: skip
-def test_gated_delta_nets_use_triton_on_hopper_by_default(config, capability, given, expected):
-    assert gdn_options(config, capability, given) == expected
 
 
 def test_routes_are_requested_on_a_gpu_and_refused_elsewhere():

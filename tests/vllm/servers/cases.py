@@ -7,8 +7,6 @@ from fsdptrain.types import SamplingParams
 from tests.vllm.contract import OPTIONS
 
 KEY = "a key of the tests"
-SILENCE = 60.0  # --weight-sync-timeout of servers that are killed: what is well answers long before, however busy [s]
-AT_ONCE = 8  # requests that a server works on; others wait
 GREEDY = SamplingParams(num_samples=1, max_tokens=24, temperature=0.0)
 
 

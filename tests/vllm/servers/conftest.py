@@ -4,7 +4,6 @@ FSDPTRAIN_VLLM_PYTHON names the Python of the environment with vLLM. Servers tak
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.vllm.server.build import server_arguments
-from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.process import ServerProcess
 from tests.event_loop import run_in_loop
 from tests.vllm import contract
@@ -61,32 +60,19 @@ class Servers(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         model = self._models[name.partition(" ")[0]].first
-        args = {"max_num_seqs": cases.AT_ONCE}
+        args = {"max_num_seqs": 8}
         options = cases.options(model, max_tokens_per_gpu=1024, bf16=cases.is_bf16(name), rollout_engine_args=args)
         arguments = server_arguments(Config(**options), model, on_gpu=False)
         log = self._folder / f"server{next(self._numbers)}.log"
         process = ServerProcess(str(PYTHON), arguments, log, api_key=cases.KEY)
         self._processes[name] = process
-        process.start()
         wait_until_up(process)
         self[name] = process.url
         return process.url
 
-    def end(self, name: str) -> None:
-        """Stop a server. The next test that asks for it gets a new one."""
-        self._processes.pop(name).close()
-        self.pop(name, None)
-
-    def restart(self, name: str) -> None:
-        """At the same address."""
-        process = self._processes[name]
-        process.end()
-        process.start()
-        wait_until_up(process)
-
     def close(self) -> None:
-        for name in [*self._processes]:
-            self.end(name)
+        for process in self._processes.values():
+            process.close()
 
 
 @pytest.fixture(scope="session")
@@ -100,11 +86,7 @@ def urls(models, tmp_path_factory) -> Iterator[Servers]:
 
 
 def wait_until_up(process: ServerProcess) -> None:
-    client, end = VLLMClient(process.url, cases.KEY), time.monotonic() + 400
-    while not run_in_loop(client.is_healthy(timeout=1.0)):
-        assert not process.has_ended, process.last_words()
-        assert time.monotonic() < end, process.last_words()
-        time.sleep(0.3)
+    run_in_loop(process.wait_until_up(VLLMClient(process.url, cases.KEY), Deadline(400.0)))
 
 
 @pytest.fixture(scope="session")

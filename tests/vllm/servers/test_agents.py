@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e import command
 from tests.e2e.command import metrics_of, trained
 from tests.testing import save_tiny_checkpoint
 from tests.vllm.servers.conftest import PYTHON
+
+pytestmark = pytest.mark.matrix
 
 
 def test_the_trainer_agrees_with_the_tokens_of_agents_that_servers_sampled_in_flight(tmp_path: Path) -> None:

@@ -10,15 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from fsdptrain.config import Config
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.platform import device_count
 from fsdptrain.rollout import engine_factory
-from fsdptrain.vllm.server.client import Deadline, ServerRefusedError, VLLMClient
+from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.push import load_files
 from tests.event_loop import run_in_loop
 from tests.matrix import only
-from tests.tensors import checksum
 from tests.testing import spawn
 from tests.vllm import contract
 from tests.vllm.servers import cases
@@ -43,7 +42,6 @@ def test_servers_and_trainer_agree_after_every_push(models, urls, tmp_path, name
         urls[name],
         weight_transfer=push,
         output_dir=str(tmp_path),
-        update_weight_buffer_size=100_000,
     )
     for found in spawn(2, contract.agreement, options, 3, timeout=200):
         assert max(found) < 1e-4, found
@@ -69,32 +67,6 @@ def test_a_server_after_a_push_equals_an_engine_that_starts_with_the_weights(
     assert [c.logprobs for c in before] != [c.logprobs for c in after]
 
 
-@pytest.mark.parametrize("name", only(["tied"], ["tied", "untied", "moe", "tied bf16", "moe bf16"]))
-def test_sparse_deltas_give_exactly_the_weights_and_a_new_server_gets_all(models, urls, alone, tmp_path, name):
-    model = models[name.partition(" ")[0]]
-    options = {"weight_transfer": "gloo", "bf16": cases.is_bf16(name), "output_dir": str(tmp_path)}
-    engine = build(cases.attached(model.first, urls[name], update_weight_buffer_size=1_000_000, **options))
-    dtype = torch.bfloat16 if cases.is_bf16(name) else torch.float32
-    weights = {name: tensor.to(dtype) for name, tensor in weights_of(model.first).items()}
-    sent = []
-    try:
-        for version in range(5):
-            for tensor in weights.values():
-                tensor.view(-1)[version::97] *= -1
-            if version == 3:
-                urls.restart(name)
-            engine.update_weights(weights.items(), version)
-            assert engine.fleet is not None
-            sent.append(engine.fleet.sent_bytes)
-            [held] = engine.checksums(list(weights), "values").values()
-            assert held == {name: checksum(weights[name], "values") for name in held}
-            assert len(held) > len(weights) / 2
-    finally:
-        engine.close()
-    assert sent[0] == sent[3] > sum(tensor.nbytes for tensor in weights.values())
-    assert max(sent[1], sent[2], sent[4]) < 0.1 * sent[0]
-
-
 def test_an_update_that_failed_half_way_is_in_nobodys_way(models, urls, fresh, alone, tmp_path):
     """The failed update ended the run, which is then resumed."""
     model, client = models["tied"], VLLMClient(urls["tied"], cases.KEY)
@@ -106,9 +78,9 @@ def test_an_update_that_failed_half_way_is_in_nobodys_way(models, urls, fresh, a
     )
     try:
         failed.update_weights(weights_of(model.first).items(), 4)
-        run_in_loop(client.post("/pause?mode=abort", timeout=cases.SILENCE))
-        with pytest.raises(ServerRefusedError, match="parameters got no weights"):
-            run_in_loop(load_files(client, [part], Deadline(cases.SILENCE)))
+        run_in_loop(client.post("/pause?mode=abort", timeout=60.0))
+        with pytest.raises(RolloutError, match="parameters got no weights"):
+            run_in_loop(load_files(client, [part], Deadline(60.0)))
         resumed.update_weights(other.items(), 4)
         said = resumed.generate(contract.PROMPTS, cases.GREEDY)
     finally:

@@ -33,24 +33,48 @@ def wait_for(done: Callable[[], object], run: ForkServerProcess, log: Path) -> N
 
 
 @pytest.mark.parametrize("ranks", only([[]], [[], ["--nproc-per-node", "2"]]))
-def test_a_run_trains_on_logprobs_that_the_trainer_agrees_with_and_its_server_ends_with_it(tmp_path, ranks):
-    model, folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32), tmp_path / "run"
-    argv = ["--hf-checkpoint", str(model), *command.TINY_RUN, "--rollout-engine", "vllm-server"]
+def test_a_run_ends_with_its_server_a_resume_goes_on_and_its_server_ends_with_it(tmp_path, ranks):
+    """The trainer agrees with the logprobs of each server."""
+    model, folder, log = save_tiny_checkpoint(tmp_path / "model", head_dim=32), tmp_path / "run", tmp_path / "log"
+    argv = ["--hf-checkpoint", str(model), *command.UNEVALUATED, "--rollout-engine", "vllm-server"]
     argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05"]
-    argv += [*ranks, "--num-rollout", "1000", "--output-dir", str(folder)]
-    run = command.start(argv, tmp_path / "log")
+    argv += [*ranks, "--num-rollout", "1000", "--save-interval", "1", "--output-dir", str(folder)]
+    run = command.start(argv, log)
+    wait_for(lambda: len(command.trained(rows(folder))) > 2, run, log)
+    for process in servers_of(run):
+        process.kill()
+    run.join(200)
+    assert run.exitcode not in (None, 0)
+    [line] = [line for line in (log / "err").read_text().splitlines() if "http://127.0.0.1:" in line]
+    assert "broke off" in line
+    assert "server0.log" in line
+    done = len(command.trained(rows(folder)))
+    run = command.start(argv, log)
     try:
-        wait_for(lambda: sum("mismatch/abs_max" in row for row in rows(folder)) > 2, run, tmp_path / "log")
-        assert max(row["mismatch/abs_max"] for row in rows(folder) if "mismatch/abs_max" in row) < 1e-4
+        wait_for(lambda: len(command.trained(rows(folder))) > done + 1, run, log)
         everyone = psutil.Process(run.pid).children(recursive=True)
-        assert any("VLLM" in process.name() or "VLLM" in " ".join(process.cmdline()) for process in everyone)
+        assert servers_of(run)
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.join()
+    steps = [row["step"] for row in command.trained(rows(folder))]
+    assert steps == sorted(set(steps)) == [*range(steps[0], steps[-1] + 1)]
+    assert max(row["mismatch/abs_max"] for row in command.trained(rows(folder))) < 1e-4
     _, alive = psutil.wait_procs(everyone, timeout=20)
     assert alive == []
     weights = shared_memory(0)
     assert weights is None or not (weights / folder_name(folder)).exists()
+
+
+def servers_of(run: ForkServerProcess) -> list[psutil.Process]:
+    """The processes of vLLM: the one that listens, its engine and its worker."""
+    everyone = psutil.Process(run.pid).children(recursive=True)
+    lines = {process: " ".join(process.cmdline()) for process in everyone}
+    return [
+        process
+        for process, line in lines.items()
+        if "supervisor.py" not in line and ("vllm.entrypoints" in line or "VLLM" in line)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,5 +92,5 @@ def test_a_server_that_cannot_start_is_one_line_on_the_command_line(tmp_path, py
     result = command.run([*argv, "--output-dir", str(tmp_path / "run")], tmp_path / "log", timeout=300)
     assert result.code == 2, result.err
     [line] = [line for line in result.err.splitlines() if "server0.log" in line]
-    assert "it ended during its start" in line
+    assert "ended during its start" in line
     assert why in line

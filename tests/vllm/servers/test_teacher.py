@@ -29,7 +29,6 @@ def url(models, tmp_path_factory) -> Iterator[str]:
     arguments = ["--model", str(model), "--dtype", "float32", "--enforce-eager", "--max-model-len", "300"]
     arguments += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(2**26)]
     process = ServerProcess(str(PYTHON), arguments, tmp_path_factory.mktemp("teacher") / "log", api_key=cases.KEY)
-    process.start()
     try:
         wait_until_up(process)
         yield process.url

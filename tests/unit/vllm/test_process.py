@@ -1,21 +1,48 @@
-"""A server never outlives the run, however that ends."""
+"""A server never outlives the run, however that ends, and one that cannot start is an error with its log."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from fsdptrain.errors import RolloutError
 from fsdptrain.vllm.server import supervisor
+from fsdptrain.vllm.server.client import Deadline, VLLMClient
+from fsdptrain.vllm.server.process import ServerProcess
+from tests.event_loop import run_in_loop
 
 PARENT = """
 import os, subprocess, sys, time
 subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), sys.argv[2], "bash", "-c", "sleep 60 & sleep 60"])
 time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "message"),
+    [
+        ("echo 'ValueError: no such model' >&2; exit 1", 60.0, r"ended during its start \(.*log: ValueError: no such"),
+        ("sleep 60", 0.5, r"was not up in 0 s"),
+    ],
+)
+def test_a_server_that_cannot_start_is_an_error_with_its_log(
+    tmp_path: Path, script: str, seconds: float, message: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    process = ServerProcess(str(python), [], tmp_path / "server0.log", api_key="key")
+    try:
+        with pytest.raises(RolloutError, match=f"{process.url} {message}"):
+            run_in_loop(process.wait_until_up(VLLMClient(process.url), Deadline(seconds)))
+    finally:
+        process.close()
+    assert not process._imports.exists()
 
 
 def family(pid: int, size: int) -> list[psutil.Process]:
