@@ -92,7 +92,7 @@ def _check_model_folder(config: Config) -> bool:
     """Return whether --hf-checkpoint is a local folder. Raises CheckpointError if it is none and can be no hub id."""
     name = config.model.hf_checkpoint
     path = Path(name)
-    if path.is_dir() or path.is_absolute() or name.endswith(".gguf"):
+    if path.is_dir() or path.is_absolute():
         with_config(path)
         return True
     if name.startswith((".", "~")) or name.count("/") > 1:

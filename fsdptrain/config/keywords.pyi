@@ -204,5 +204,4 @@ class Keywords(TypedDict, total=False):
     megatron_tensor_parallel: int
     megatron_pipeline_parallel: int
     megatron_expert_parallel: int
-    megatron_sequence_parallel: bool
     megatron_spec: str | None

@@ -1,6 +1,6 @@
 """Options of --backend megatron. Imports no megatron-core."""
 
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import Field
 
@@ -19,13 +19,11 @@ class MegatronConfig(Section):
     RULES = (Requires("backend=megatron"),)
 
     tensor_parallel: Annotated[int, Excludes("@is_truncated", reason=_TRUNCATED)] = Field(default=1, ge=1)
-    """Processes that share each layer's matrices."""
+    """Processes that share each layer's matrices, and the tokens of the activations between them."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Pipeline stages, each with a part of the layers."""
     expert_parallel: int = Field(default=1, ge=1)
     """Processes over which the experts of a layer are distributed; each expert is whole on one process."""
-    sequence_parallel: Annotated[bool, Requires("megatron_tensor_parallel>1")] = False
-    """Split activations between a layer's matrices along the sequence, over the tensor-parallel processes."""
     spec: Annotated[str | None, REFUSED, RUNS_CODE] = None
     """`package.module:function` that builds the layers instead of the backend: (transformer_config, hf_config, *,
     vp_stage=None) -> block spec."""
@@ -38,9 +36,6 @@ class MegatronConfig(Section):
             RankGroup("stages", "megatron_pipeline_parallel", self.pipeline_parallel, in_layers=False),
             RankGroup("experts", "megatron_expert_parallel", self.expert_parallel, shares_packs=False, stride=replica),
         )
-
-    def undivided(self) -> Self:
-        return super().undivided().model_copy(update={"sequence_parallel": False})
 
 
 SECTIONS = (MegatronConfig,)

@@ -142,7 +142,7 @@ def from_last_stage(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[T
 def _inputs(batch: PackedBatch, config: "TransformerConfig", layout: Layout) -> dict[str, Any]:
     if layout == "packed":
         return _thd_inputs(batch, multiple=process_groups().tp.size())
-    padded = PaddedRows(batch, config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    padded = PaddedRows(batch, config.tensor_model_parallel_size)
     rows = padded.scatter(batch.input_ids, fill=0).view(padded.shape)
     width = rows.shape[1]
     return {

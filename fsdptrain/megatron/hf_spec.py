@@ -7,7 +7,7 @@
 
 Transformer Engine fuses norms into the following matrices. These norms are removed here, so that each appears once.
 
-Under sequence parallelism megatron-core gives each rank a contiguous part of the sequence. The mixer is not sharded, so
+With tensor parallelism megatron-core gives each rank a contiguous part of the sequence. The mixer is not sharded, so
 it receives the tokens of all these ranks, and each rank keeps its own part of the output. Its weights get the full
 gradient on each rank. The gather with tensor_parallel_output_grad=False belongs to the scatter: other pairs give wrong
 gradients without an error.
@@ -34,7 +34,6 @@ from fsdptrain import platform
 from fsdptrain.megatron import model as own
 from fsdptrain.megatron.cpu_shims import quiet_megatron
 from fsdptrain.megatron.local_spec import mark_sequence_parallel
-from fsdptrain.megatron.transformer_config import refuse_split_mixers
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, Boundaries, attention_kwargs, resolve_attention
 from fsdptrain.model.structure import base_model, decoder_layers
@@ -166,12 +165,10 @@ class HFNorm:
 def layer_spec(
     transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, vp_stage: int | None = None
 ) -> "TransformerBlockSubmodules":
-    """Return the layers of this rank's stage. Raises ConfigError if tensor parallelism would have to shard a mixer."""
+    """Return the layers of this rank's stage."""
     with quiet_megatron():
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-    size, sequence = transformer_config.tensor_model_parallel_size, transformer_config.sequence_parallel
-    refuse_split_mixers(hf_config, size, sequence=sequence)
     modules = hf_modules(hf_config)
     norm = ModuleSpec(module=HFNorm, params={"modules": modules})
     mixer = ModuleSpec(module=HFMixer, params={"modules": modules})

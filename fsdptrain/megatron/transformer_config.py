@@ -196,7 +196,7 @@ def _of_split(megatron: MegatronConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": megatron.tensor_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_parallel,
         "expert_model_parallel_size": megatron.expert_parallel,
-        "sequence_parallel": megatron.sequence_parallel,
+        "sequence_parallel": megatron.tensor_parallel > 1,
         "moe_token_dispatcher_type": "alltoall",
         "variable_seq_lengths": megatron.pipeline_parallel > 1,
     }
@@ -237,24 +237,9 @@ def _refuse_unknown(config: PreTrainedConfig) -> None:
             raise ConfigError(f"--backend megatron does not build {key} = {said[key]}: {_REMEDY}")
 
 
-def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool) -> None:
-    """Reject tensor parallelism without sequence parallelism for transformers mixers.
-
-    Tensor parallelism splits megatron-core modules only. With sequence parallelism each rank computes the whole mixer.
-    """
-    if tensor > 1 and not sequence:
-        raise ConfigError(
-            f"--megatron-tensor-parallel {tensor}: the mixers of a {config.model_type} are modules of transformers, "
-            "which are not split: use --megatron-expert-parallel or --megatron-pipeline-parallel, or add "
-            "--megatron-sequence-parallel, where each process computes them whole"
-        )
-
-
 def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, values: dict[str, Any], *, on_cpu: bool) -> None:
     """Reject parallel sizes that the model does not allow. values: options of the TransformerConfig."""
     tensor, experts, choice = megatron.tensor_parallel, megatron.expert_parallel, expert_choice(config)
-    if wraps(config):
-        refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
     widths = ["ffn_hidden_size"] * (0 in values.get("moe_layer_freq", [0]))
     widths += [name for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if name in values]
     counts = [
@@ -274,11 +259,6 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, values: di
         )
     if choice is None and experts > 1:
         raise ConfigError(f"--megatron-expert-parallel: a {config.model_type} has no experts: remove it")
-    if choice is not None and tensor > 1 and not megatron.sequence_parallel:
-        raise ConfigError(
-            "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "
-            "--megatron-expert-parallel alone"
-        )
     if on_cpu and tensor > 1 and experts > 1:
         raise ConfigError(
             "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "

@@ -161,11 +161,3 @@ def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, w
     found = spawn(1, loaded, [str(copy)], "")[0][0]
     for name, tensor in found.items():
         assert torch.equal(expected[name].float(), tensor), name
-
-
-def test_gguf_is_refused_with_the_way_out(tmp_path):
-    gguf = tmp_path / "model-Q4_K_M.gguf"
-    gguf.write_bytes(b"GGUF")
-    for name in (gguf, tmp_path, "mine/model.gguf"):
-        with pytest.raises(CheckpointError, match=r"GGUF.*train the model that it was made from"):
-            resolve_checkpoint(str(name))

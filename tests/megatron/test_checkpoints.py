@@ -18,7 +18,7 @@ from tests.testing import spawn
 WAY: list[tuple[int, list[dict[str, Any]]]] = [
     (4, [{"tensor_parallel": 2, "pipeline_parallel": 2}]),
     (1, [{}]),
-    (2, [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}]),
+    (2, [{"pipeline_parallel": 2}, {"tensor_parallel": 2}]),
 ]
 
 

@@ -54,7 +54,7 @@ def test_a_model_is_built_and_weights_come_out_bitwise(family: str, tmp_path: Pa
 @two_gpus
 @pytest.mark.parametrize(
     "layout",
-    [{"expert_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}],
+    [{"expert_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}],
     ids=str,
 )
 def test_steps_on_two_gpus_are_those_on_one(layout: dict[str, int], tmp_path: Path) -> None:

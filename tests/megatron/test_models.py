@@ -12,25 +12,24 @@ CASES = [
     Case("llama", {}),
     Case("mistral", {}),
     Case("qwen3_moe", {}),
-    Case("qwen3", {"tensor_parallel": 2}, 2),
     Case("llama", {"tensor_parallel": 2}, 2, tied=True),
     Case("qwen2", {"tensor_parallel": 2}, 2),  # whose queries, keys and values have biases
     Case("qwen3", {"pipeline_parallel": 2}, 2, tied=True),  # embedding and head are on different ranks
     Case("llama", {"pipeline_parallel": 2}, 2),
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
     Case("qwen3_moe", {"expert_parallel": 2}, 2, renormalized=True),
-    Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 2, tied=True),
-    Case("qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True}, 2),
+    Case("qwen3", {"tensor_parallel": 2}, 2, tied=True),
+    Case("qwen3_moe", {"tensor_parallel": 2}, 2),
     Case("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}, 4, tied=True),
     Case("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2}, 4),
     # below two ranks each have the same part of the model
     Case("qwen3_moe", {"expert_parallel": 2}, 4, renormalized=True),
     Case("qwen3", {"pipeline_parallel": 2}, 4, tied=True),
-    Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 4, tied=True),
+    Case("qwen3", {"tensor_parallel": 2}, 4, tied=True),
 ]
 FEW = [
     Case("qwen3", {}, tied=True),
-    Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 2, tied=True),
+    Case("qwen3", {"tensor_parallel": 2}, 2, tied=True),
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
 ]
 

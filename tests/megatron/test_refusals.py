@@ -18,7 +18,6 @@ from tests.megatron.training import backend_of
 from tests.testing import spawn
 
 FSDP, OWN = "use --backend fsdp, or --megatron-spec", "fsdptrain: "
-SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 # family, what its config says besides, the split, how the line begins, the way out
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("gemma2", {}, {}, "--backend megatron knows deepseek_v3, llama, mistral, ", FSDP),
@@ -46,33 +45,19 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("qwen3_moe", {}, {"expert_parallel": 4}, "--megatron-expert-parallel 4 must divide the 6 experts", "lower it"),
     (
         "qwen3_moe",
-        {},
-        {"tensor_parallel": 2},
-        "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel",
-        "add it",
-    ),
-    (
-        "qwen3_moe",
         {"moe_intermediate_size": 47},
-        SEQUENCE,
+        {"tensor_parallel": 2},
         "--megatron-tensor-parallel 2 must divide the 47 columns of each MLP",
         "lower it",
     ),
     (
         "qwen3_moe",
         {},
-        SEQUENCE | {"expert_parallel": 2},
+        {"tensor_parallel": 2, "expert_parallel": 2},
         "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts",
         "leave one out",
     ),
     ("deepseek_v3", {"norm_topk_prob": False}, {}, "--backend megatron: norm_topk_prob off", FSDP),
-    (
-        "deepseek_v3",
-        {},
-        {"tensor_parallel": 2},
-        "--megatron-tensor-parallel 2: the mixers of a deepseek_v3 are modules of transformers, which are not split",
-        "--megatron-sequence-parallel",
-    ),
 ]
 
 

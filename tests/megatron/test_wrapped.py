@@ -1,17 +1,14 @@
 """Models whose mixers megatron-core lacks: logprobs and gradients of transformers, however the model is split."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fsdptrain.errors import ConfigError
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import layout_of
 from fsdptrain.megatron.hf_spec import hf_modules
 from fsdptrain.megatron.model import WRAPPED
-from fsdptrain.megatron.transformer_config import refuse_split_mixers
 from fsdptrain.model.rows import Layout
 from tests import zoo
 from tests.matrix import chosen, only
@@ -20,17 +17,17 @@ from tests.megatron.comparison import Case, Found, compared
 from tests.testing import spawn
 
 STAGES, EXPERTS = {"pipeline_parallel": 2}, {"expert_parallel": 2}
-SEQUENCE: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
+TENSOR = {"tensor_parallel": 2}
 FAMILIES = (*cases.RECURRENT, "deepseek_v3")
 CASES = [
     *(Case(family, {}, 2) for family in FAMILIES),  # rows
-    *(Case(family, split, 2, "packed") for family in FAMILIES for split in ({}, STAGES, SEQUENCE)),
+    *(Case(family, split, 2, "packed") for family in FAMILIES for split in ({}, STAGES, TENSOR)),
     *(Case(family, EXPERTS, 2, "packed") for family in FAMILIES if family != "qwen3_5_text"),
     Case("qwen3_next", STAGES | EXPERTS, 4, "packed"),
 ]
 FEW = [
     Case("qwen3_next", {}, 2),
-    Case("qwen3_5_text", SEQUENCE, 2, "packed"),
+    Case("qwen3_5_text", TENSOR, 2, "packed"),
     Case("deepseek_v3", EXPERTS, 2, "packed"),
 ]
 
@@ -65,8 +62,8 @@ def test_there_is_one_norm_before_each_half_of_a_layer_and_a_users_function_make
 
 
 @pytest.mark.matrix
-def test_a_users_layers_take_rows_of_any_length_under_sequence_parallel():
-    assert max(spawn(2, wrapped_cases.with_own_spec_and_sequence_parallel)) < 1e-5
+def test_a_users_layers_take_rows_of_any_length_under_tensor_parallel():
+    assert max(spawn(2, wrapped_cases.with_own_spec_and_tensor_parallel)) < 1e-5
 
 
 def test_classes_are_those_that_the_models_own_layers_have():
@@ -95,10 +92,3 @@ def test_packs_go_only_where_their_boundaries_are_understood(family: str, split:
         dtype = torch.bfloat16 if "bf16" in name else torch.float32
         found = layout_of(zoo.config(family), MegatronConfig(**split), has_engine="engine" in name, dtype=dtype)
         assert found == wanted, name
-
-
-def test_mixers_are_not_split():
-    config = cases.config("qwen3_next")
-    with pytest.raises(ConfigError, match=r"^--megatron-tensor-parallel 2: the mixers .* use --megatron-expert"):
-        refuse_split_mixers(config, 2, sequence=False)
-    refuse_split_mixers(config, 2, sequence=True)

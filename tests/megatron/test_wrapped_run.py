@@ -9,8 +9,8 @@ from tests.megatron import cases, runs
 
 SPLITS = {
     "experts": ("--megatron-expert-parallel", "2"),
-    "sequence": (
-        *("--megatron-tensor-parallel", "2", "--megatron-sequence-parallel"),
+    "tensor": (
+        *("--megatron-tensor-parallel", "2"),
         "--gradient-checkpointing",  # the gather runs again in the backward pass
     ),
     "stages": ("--megatron-pipeline-parallel", "2"),
@@ -45,12 +45,3 @@ def test_metrics_are_those_of_fsdp(split: str, checkpoint: Path, expected: list[
     runs.assert_same(found, expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert {name: ours[name] for name in CLOSER} == pytest.approx({name: theirs[name] for name in CLOSER}, rel=1e-5)
-
-
-@pytest.mark.matrix
-def test_mixers_are_not_split_and_the_way_out_is_named(checkpoint: Path, tmp_path: Path):
-    line = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "console", "--output-dir", str(tmp_path / "run")]
-    result = command.run([*line, "--backend", "megatron", "--megatron-tensor-parallel", "2"], tmp_path, num_ranks=2)
-    assert result.code == 2
-    (refusal,) = [row for row in result.err.splitlines() if row.startswith("fsdptrain: ")]
-    assert "are modules of transformers, which are not split: use --megatron-expert-parallel" in refusal

@@ -32,13 +32,11 @@ def looked_at(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
     return norms, [type(layer.self_attention.hf).__name__ for layer in own.decoder.layers]
 
 
-def with_own_spec_and_sequence_parallel() -> float:
+def with_own_spec_and_tensor_parallel() -> float:
     """How far logprobs are from those of transformers, in padded rows whose length the ranks do not divide."""
     config = cases.config("qwen3_next")
     vars(config)["layer_types"] = ["full_attention"] * config.num_hidden_layers
-    return cases.parity(
-        config, cases.start(tensor_parallel=2, sequence_parallel=True, spec=f"{__name__}:only_attention")
-    )
+    return cases.parity(config, cases.start(tensor_parallel=2, spec=f"{__name__}:only_attention"))
 
 
 def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:

@@ -27,7 +27,7 @@ def resolve_checkpoint(name: str, *, weights: bool = True) -> Path:
         CheckpointError: no such folder or repository, no network, or no config.json and safetensors in it.
     """
     here = gather(Path(name).is_dir())
-    if any(here) or Path(name).is_absolute() or name.endswith(".gguf"):
+    if any(here) or Path(name).is_absolute():
         with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
             return _checked(Path(name), weights=weights)
     from fsdptrain.model.loading.hub import HUB_FILES, WEIGHT_FILES, download

@@ -23,7 +23,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def with_config(path: Path) -> Path:
     """Return `path`. Raises CheckpointError unless it is a folder with the config.json of a model to train."""
-    refuse_gguf(path)
     if not path.is_dir():
         raise CheckpointError(
             f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
@@ -32,15 +31,6 @@ def with_config(path: Path) -> Path:
         raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
     refuse_quantized(path)
     return path
-
-
-def refuse_gguf(path: Path) -> None:
-    """Raise CheckpointError if the --hf-checkpoint `path` has only GGUF weights."""
-    found = path.suffix == ".gguf" or any(path.glob("*.gguf"))
-    if found and not any(path.glob("*.safetensors")):
-        raise CheckpointError(
-            f"--hf-checkpoint {path} is a GGUF file, which holds quantized weights for inference: {_SOURCE}"
-        )
 
 
 def refuse_quantized(path: Path) -> None:

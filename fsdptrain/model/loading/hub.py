@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import CheckpointError
@@ -26,21 +25,13 @@ def resolve_config(name: str) -> Path:
 
 
 def download(name: str, patterns: list[str], *, local_files_only: bool = False) -> Path:
-    """Download `name` from the Hub. Raises CheckpointError with a suggested fix."""
+    """Download `name` from the Hub. Raises CheckpointError."""
     try:
         found = snapshot_download(
             name, allow_patterns=patterns, ignore_patterns=NOT_HUB_FILES, local_files_only=local_files_only
         )
-    except HFValidationError:
-        reason = "and no name on the Hub (owner/model): is it misspelt, or not written yet?"
-    except GatedRepoError:
-        reason = "and the hub gives it to those only who accept its terms: do so on its page, then `hf auth login`"
-    except RepositoryNotFoundError:
-        reason = "and the hub has none of that name, or not for you: `hf auth login`"
-    except LocalEntryNotFoundError:
-        reason = "was not downloaded before, and the hub cannot be reached: give a folder, or look at the network"
-    except OSError as error:
-        reason = f"and cannot be downloaded: {one_line(error)}"
-    else:
-        return Path(found)
-    raise CheckpointError(f"--hf-checkpoint {name} is not a local folder, {reason}")
+    except (OSError, ValueError) as error:  # of huggingface_hub: no such name, no access, no network
+        raise CheckpointError(
+            f"--hf-checkpoint {name} is not a local folder, and cannot be downloaded from the hub: {one_line(error)}"
+        ) from error
+    return Path(found)

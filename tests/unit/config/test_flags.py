@@ -122,7 +122,6 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "sft_eval_generate": ["--algorithm", "sft"],
         "use_opsm": ["--global-batch-size", "64"],
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
-        "megatron_sequence_parallel": ["--backend", "megatron", "--megatron-tensor-parallel", "2"],
         "train_vision": ["--image-key", "images", "--prompt-data", "x.jsonl"],
     }.get(flat, [])
     assert value(flat, flag, *extra) is True

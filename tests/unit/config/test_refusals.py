@@ -91,7 +91,6 @@ def test_a_declared_rule_refuses_its_conditions_in_one_line_and_nothing_else(fla
         ("--eval-interval 0 --eval-size 4", "--eval-size has no effect with --eval-interval 0: remove it"),
         ("--min-lr 1e-7", "--min-lr has no effect with --lr-decay-style constant: choose linear or cosine"),
         ("--lora-rank 8 --backend megatron", "--lora-rank 8 does not work with --backend megatron: leave one of them out"),
-        ("--megatron-sequence-parallel --backend megatron", "--megatron-sequence-parallel has no effect without --megatron-tensor-parallel above 1: add it, or leave --megatron-sequence-parallel out"),
         ("--algorithm sft --mask-truncated", "--mask-truncated has no effect with --algorithm sft: remove it, or use another --algorithm, e.g. grpo"),
     ],
 )  # fmt: skip
