@@ -304,11 +304,6 @@ DAMAGES = [
 ]
 
 
-def loads(folder: str, options: dict):
-    model, optimizer = build(**options)
-    return load_checkpoint(Path(folder), model, optimizer)[0] > 0
-
-
 def refusals(folders: list[str], options: dict):
     model, optimizer = build(**options)
     messages = []
@@ -317,14 +312,6 @@ def refusals(folders: list[str], options: dict):
             load_checkpoint(Path(folder), model, optimizer)
         messages.append(str(caught.value))
     return messages
-
-
-def test_files_of_a_user_in_a_checkpoint_are_left_alone(tmp_path):
-    folder = Path(spawn(1, save_and_go_on, str(tmp_path), {})[0][0])
-    (folder / "hf").mkdir()
-    for name in (".DS_Store", "notes.txt", "hf/config.json"):
-        (folder / name).write_text("{}")
-    assert spawn(1, loads, str(folder), {}) == [True]
 
 
 def test_a_broken_checkpoint_is_one_line_on_every_rank(tmp_path):
