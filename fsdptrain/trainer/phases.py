@@ -13,7 +13,7 @@ from fsdptrain.config.run import profiled
 from fsdptrain.protocols import RolloutEngine, TrainBackend
 
 _GENERATING = ("collect", "eval")  # phases in which the engine may need the whole device
-_WAITING = (*_GENERATING, "sync", "check")  # phases in which a rank waits for the engine
+_WAITING = (*_GENERATING, "sync")  # phases in which a rank waits for the engine
 _TRAINING = ("logprobs", "train", "save")
 
 

@@ -87,8 +87,7 @@ class Reporter:
     def speed_metrics(self, steps: Sequence[StepBatches], phases: Phases, *, num_tokens: float) -> Metrics:
         """Seconds of each phase on the slowest rank, tokens per second, utilization, memory."""
         names = [*_TIMED, *["offload"] * self._config.sync.offload_train]
-        seconds = {**phases.seconds, "sync": phases.seconds.get("sync", 0.0) + phases.seconds.get("check", 0.0)}
-        slowest = metrics.reduce_max({f"perf/{name}_s": seconds.get(name, 0.0) for name in names})
+        slowest = metrics.reduce_max({f"perf/{name}_s": phases.seconds.get(name, 0.0) for name in names})
         tokens_per_s = num_tokens / slowest["perf/step_s"]
         return {
             **metrics.packing_metrics(steps),

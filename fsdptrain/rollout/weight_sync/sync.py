@@ -9,7 +9,7 @@ from fsdptrain.protocols import RolloutEngine, TrainBackend
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier
 from fsdptrain.types import Metrics
 
-Span = Callable[[str], AbstractContextManager[None]]  # times one stage: "sync" or "check"
+Span = Callable[[str], AbstractContextManager[None]]  # times a stage, "sync"
 
 
 class WeightSync:
@@ -31,8 +31,7 @@ class WeightSync:
             self.engine.wake_up()
             self._push(version)
             self._pushed = version
-        if self._verifier:
-            with span("check"):
+            if self._verifier:
                 self._verifier.verify(version)
 
     def observe(self, trained: Metrics) -> None:
@@ -44,8 +43,7 @@ class WeightSync:
         """Metrics of the sync of `version` on this rank; empty if `version` was not pushed."""
         if self._pushed != version:
             return {}
-        metrics = {"weight_sync/bytes": float(self._nbytes)} if self._nbytes else {}
-        return metrics | (self._verifier.metrics() if self._verifier else {})
+        return {"weight_sync/bytes": float(self._nbytes)} if self._nbytes else {}
 
     def _push(self, version: int) -> None:
         engine, backend, verifier = self.engine, self._backend, self._verifier

@@ -6,7 +6,6 @@ rounding explains. All others cost nothing.
 
 import logging
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.model.loading.files import some_of
 from fsdptrain.protocols import CheckedEngine, RolloutEngine
 from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
-from fsdptrain.types import ChecksumKind, Metrics
+from fsdptrain.types import ChecksumKind
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ class WeightVerifier:
         self._suspicion: float | None = None  # the difference that caused it
         self._is_first = True
         self._started: dict[tuple[str, ChecksumKind], StartedChecksum] = {}  # of the weights that were sent
-        self._record_seconds = 0.0
-        self._metrics: Metrics = {}
 
     @property
     def is_due(self) -> bool:
@@ -49,19 +46,17 @@ class WeightVerifier:
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights` unchanged and keep their checksums for `verify`."""
-        self._started, self._record_seconds = {}, 0.0
+        self._started = {}
         for name, tensor in weights:
             if self.is_due:
-                start = time.perf_counter()
                 self._started |= {(name, kind): start_checksum(tensor, kind) for kind in ("values", "multiset")}
-                self._record_seconds += time.perf_counter() - start
             yield name, tensor
 
     def verify(self, version: int) -> None:
         """Call after the engine took the recorded weights. Collective. RolloutError on all ranks if they differ."""
         if not self.is_due:
             return
-        start, sent, engine = time.perf_counter(), finish_checksums(self._started), self._engine
+        sent, engine = finish_checksums(self._started), self._engine
         names = list(dict.fromkeys(name for name, _ in sent))
         # Several ranks may read parts of one replica together, so all ranks finish a step before any of them raises.
         with raise_on_all_ranks(RolloutError, FLAG):
@@ -86,13 +81,7 @@ class WeightVerifier:
                 rearranged |= accepted
         unread = len(names) - min(map(len, held.values()), default=len(names))
         self._report(sorted(rearranged), unread, len(names))
-        self._metrics = {"perf/verify_weight_sync_s": self._record_seconds + time.perf_counter() - start}
         self._is_first, self._suspicion = False, None
-
-    def metrics(self) -> Metrics:
-        """Metrics of the last sync on this rank; empty if it was not verified or was reported already."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
 
     def _report(self, rearranged: list[str], unread: int, num_sent: int) -> None:
         if self._is_first and rearranged:
