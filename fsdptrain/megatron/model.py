@@ -121,7 +121,8 @@ def _keep_padding(model: "GPTModel", token: int) -> None:
         tokens = args[0]
         if vars(module)["reduce_scatter_embeddings"]:  # sequence parallel: [S / R, B, D] for tokens [B, S]
             group = process_groups().tp
-            tokens = tokens.t().tensor_split(group.size())[group.rank()]
+            tokens = tokens.t().contiguous()  # else `where` returns a transposed result, which no stage can send
+            tokens = tokens.tensor_split(group.size())[group.rank()]
         return torch.where((tokens == token)[..., None], output.detach(), output)
 
     model.embedding.word_embeddings.register_forward_hook(without_gradient)
