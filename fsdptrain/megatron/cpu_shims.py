@@ -58,7 +58,7 @@ def install_cpu_shims() -> None:
         import megatron.core.transformer.moe.moe_utils as moe_utils
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    for owner, name, shim in (
+    shims: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
@@ -68,10 +68,11 @@ def install_cpu_shims() -> None:
         (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none"),  # else it creates one
         (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _splits_as_arrays),
         (schedules, "torch", _HostTorch()),
-    ):
-        setattr(owner, name, shim)
+    ]
     if "te_general_gemm" not in vars(moe_utils):  # always read, but defined only if Transformer Engine imports
-        vars(moe_utils)["te_general_gemm"] = None
+        shims.append((moe_utils, "te_general_gemm", None))
+    for owner, name, shim in shims:
+        setattr(owner, name, shim)
 
 
 def ignore_older_names() -> None:
