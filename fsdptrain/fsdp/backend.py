@@ -27,7 +27,6 @@ from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.loading.files import stored_dtype
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.policy import check_backward, check_head, evaluating, policy_logprobs
-from fsdptrain.model.probes.kernels import Kernel, kernels
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
 from fsdptrain.model.structure import reshard
 from fsdptrain.model.truncation import Truncation
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from fsdptrain.fsdp.reference import ReferenceBank
     from fsdptrain.fsdp.shard_files import HostStager
     from fsdptrain.fsdp.stash import HostStash
+    from fsdptrain.model.probes.kernels import Kernel
 
 
 class FSDPBackend:
@@ -104,8 +104,10 @@ class FSDPBackend:
         """Log lines about the layout."""
         return [self.layout_probe.line]
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> "list[Kernel]":
         """Return the kernels that compute the parts of the model."""
+        from fsdptrain.model.probes.kernels import kernels
+
         device_type, dtype = platform.device_type(), self.compute_dtype
         return kernels(self._model, device_type=device_type, compute_dtype=dtype, probe=self.layout_probe)
 

@@ -12,7 +12,6 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Features
-from fsdptrain.model.probes.kernels import require_no_fallback
 from fsdptrain.protocols import TrainBackend
 from fsdptrain.registry import Table
 
@@ -56,7 +55,11 @@ def open_backend(
 
 
 def _report_fallbacks(backend: TrainBackend, *, strict: bool) -> None:
-    """Log one warning per fallback kernel. With --strict, raise ConfigError on all ranks instead. Collective."""
+    """Log one warning per fallback kernel on a device. With --strict, raise ConfigError on all ranks. Collective."""
+    if not strict and not platform.has_accelerator():
+        return
+    from fsdptrain.model.probes.kernels import require_no_fallback
+
     kernels = backend.kernels()
     for kernel in kernels:
         if kernel.fell_back and not strict and dist.get_rank() == 0:

@@ -26,8 +26,7 @@ from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.protocols import FeatureEngine, Logger, Loss, RewardFunction, RolloutEngine, TrainBackend
 from fsdptrain.rewards.build import build_reward
 from fsdptrain.rollout import engine_factory
-from fsdptrain.rollout.weight_sync.sync import WeightSync
-from fsdptrain.rollout.weight_sync.verify import build_verifier
+from fsdptrain.rollout.weight_sync.sync import WeightSync, build_verifier
 from fsdptrain.trainer.backend import open_backend
 from fsdptrain.trainer.data import build_data, require_same_data
 from fsdptrain.trainer.phases import Phases

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fsdptrain.rollout.embedded.engine import HFEngine, build_hf_engine
+from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
 
 CALLS: list[str] = []
 
@@ -63,8 +64,9 @@ class Corrupting(Recording):
         doubled = ((name, 2 * tensor if name == victim else tensor) for name, tensor in weights)
         super().update_weights(doubled, policy_version)
 
-    def checksums(self, *args: Any) -> Any:
-        return self._engine.checksums(*args)
+    def checksums(self, names: Any, kind: Any) -> Any:
+        weights = self._engine.model.state_dict()
+        return {"the engine": finish_checksums({name: start_checksum(weights[name], kind) for name in names})}
 
 
 def corrupting(config: Any, **kwargs: Any) -> Corrupting:

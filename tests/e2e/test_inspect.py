@@ -50,18 +50,16 @@ def test_strict_is_an_error_where_something_fell_back(tmp_path: Path):
     assert "--strict allows no fallback: layout: padded instead of packed" in result.err
 
 
-def test_a_run_warns_of_a_fallback(tmp_path: Path):
+def test_strict_ends_a_run_with_a_fallback(tmp_path: Path):
     model = tmp_path / "model"
     save_tiny_checkpoint(model)  # its tokenizer
     for path in model.glob("*.safetensors*"):
         path.unlink()
     zoo.build("qwen3_next").save_pretrained(model)
     argv = ["--hf-checkpoint", str(model), "--num-rollout", "0", "--output-dir", str(tmp_path / "run"), "--no-bf16"]
-    result = command.run([*argv, "--eval-interval", "0", "--no-export"], tmp_path)
-    assert result.code == 0, result.err
-    lines = [line for line in result.err.splitlines() if line.startswith("fallback: ")]
-    assert len(lines) == 3
-    assert lines[1] == "fallback: recurrent mixer: torch instead of causal-conv1d (not installed here)"
+    strict = command.run([*argv, "--eval-interval", "0", "--no-export", "--strict"], tmp_path)
+    assert strict.code == 2
+    assert "--strict allows no fallback" in strict.err
 
 
 def test_without_a_config_it_is_one_line(tmp_path: Path):

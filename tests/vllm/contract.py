@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import Config
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier
+from fsdptrain.rollout.weight_sync.sync import build_verifier
+from fsdptrain.rollout.weight_sync.verify import WeightVerifier
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.agreement import build as build_engine
 from tests.agreement import difference

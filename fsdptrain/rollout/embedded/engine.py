@@ -3,7 +3,7 @@
 docs/rollouts.md explains why a replica, and what it costs.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,7 @@ from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
 from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialize, max_positions, release
 from fsdptrain.rollout.sampling import uniform_stream
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
-from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
+from fsdptrain.types import Completion, Prompt, SamplingParams
 
 _SYNC_INTERVAL = 8  # tokens between checks for finished rows, each of which waits for the GPU
 
@@ -86,12 +85,6 @@ class HFEngine:
         for chunk in chunks:
             made.update(zip(chunk, self._generate_chunk(prompts, limits, chunk, sampling, stop), strict=True))
         return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
-
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> Mapping[str, Mapping[str, int]]:
-        """All `names` can be read: the replica has the trainer's names."""
-        weights = self.model.state_dict()
-        sums = finish_checksums({name: start_checksum(weights[name], kind) for name in weights if name in names})
-        return {"the engine": sums}
 
     def sleep(self) -> None:
         """Free the weights. `generate` raises until the next `update_weights`."""

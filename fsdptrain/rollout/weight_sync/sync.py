@@ -1,13 +1,21 @@
 """Push the trainer's weights to the engine and verify that they arrived."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from fsdptrain.protocols import RolloutEngine, TrainBackend
-from fsdptrain.rollout.weight_sync.verify import WeightVerifier
+from fsdptrain.config import Config
+from fsdptrain.protocols import CheckedEngine, RolloutEngine, TrainBackend
 from fsdptrain.types import Metrics
+
+if TYPE_CHECKING:
+    from fsdptrain.rollout.weight_sync.verify import WeightVerifier
+
+log = logging.getLogger(__name__)
 
 Span = Callable[[str], AbstractContextManager[None]]  # times a stage, "sync"
 
@@ -15,7 +23,7 @@ Span = Callable[[str], AbstractContextManager[None]]  # times a stage, "sync"
 class WeightSync:
     """Weight syncs from one trainer to one engine."""
 
-    def __init__(self, engine: RolloutEngine, backend: TrainBackend, verifier: WeightVerifier | None) -> None:
+    def __init__(self, engine: RolloutEngine, backend: TrainBackend, verifier: "WeightVerifier | None") -> None:
         self.engine = engine
         self._backend = backend
         self._verifier = verifier
@@ -57,3 +65,15 @@ class WeightSync:
         for name, tensor in weights:
             self._nbytes += tensor.nbytes
             yield name, tensor
+
+
+def build_verifier(config: Config, engine: RolloutEngine) -> "WeightVerifier | None":
+    """None if the engine cannot be verified, or must not be. The embedded engine copies the weights in this process."""
+    if not config.run.verify_weight_sync or config.rollout.engine == "hf":
+        return None
+    if not isinstance(engine, CheckedEngine):
+        log.warning("weight syncs are not verified: %s has no method `checksums`", type(engine).__name__)
+        return None
+    from fsdptrain.rollout.weight_sync.verify import WeightVerifier, rounding_tolerance
+
+    return WeightVerifier(engine, tolerance=rounding_tolerance(getattr(torch, config.compute_dtype_name)))

@@ -11,11 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fsdptrain.config import Config
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.model.loading.files import some_of
-from fsdptrain.protocols import CheckedEngine, RolloutEngine
+from fsdptrain.protocols import CheckedEngine
 from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
 from fsdptrain.types import ChecksumKind
 
@@ -123,13 +122,3 @@ def _require_none(wrong: Sequence[str], replica: str, num_sent: int, version: in
 def rounding_tolerance(dtype: torch.dtype) -> float:
     """Largest mean logprob difference that rounding explains: 32 epsilons of `dtype`, at least 1e-4."""
     return max(1e-4, 32 * torch.finfo(dtype).eps)
-
-
-def build_verifier(config: Config, engine: RolloutEngine) -> WeightVerifier | None:
-    """None if the engine cannot be verified, or must not be."""
-    if not config.run.verify_weight_sync:
-        return None
-    if not isinstance(engine, CheckedEngine):
-        log.warning("weight syncs are not verified: %s has no method `checksums`", type(engine).__name__)
-        return None
-    return WeightVerifier(engine, tolerance=rounding_tolerance(getattr(torch, config.compute_dtype_name)))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.weight_sync.sync import WeightSync
-from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier, rounding_tolerance
+from fsdptrain.rollout.weight_sync.sync import WeightSync, build_verifier
+from fsdptrain.rollout.weight_sync.verify import WeightVerifier, rounding_tolerance
 from fsdptrain.types import ChecksumKind
 from tests.tensors import checksum
 from tests.testing import FakeRolloutEngine
