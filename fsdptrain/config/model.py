@@ -45,7 +45,7 @@ class ModelConfig(Section):
     attn_implementation: Annotated[
         Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], NEUTRAL, FSDP_ONLY
     ] = "auto"
-    """Attention over packs. `auto`: flash-attn if installed (3 on Hopper, else 2), else varlen on CUDA, else
+    """Attention over packs. `auto`: flash-attn 3 on Hopper if installed, else varlen on CUDA, else
     per-segment sdpa."""
     layout: Annotated[Literal["auto", "packed", "padded"], NEUTRAL, FSDP_ONLY] = "auto"
     """Layout of sequences in the model. `auto`: packed if a probe of the model proves it exact, else padded."""

@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention.masks import no_mask
@@ -36,7 +36,7 @@ PACKAGE_ATTENTION = (SEGMENTS, VARLEN)
 _TOWER = "sdpa"
 MAX_VARLEN_HEAD_DIM = 256  # limit of the flash kernels behind varlen_attn
 _VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs no flag for it
-_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,16 @@ def register_attention() -> None:
 def resolve_attention(requested: str, device_type: str, *, needs_package_attention: bool = False) -> str:
     """Return the name of the attention implementation for the model's config.
 
-    `requested` is auto, varlen, sdpa, or any name that transformers knows. On a GPU auto selects flash-attn if
-    installed, 3 before 2 on Hopper (never with `needs_package_attention`), else torch's varlen kernel. On a CPU it
-    selects segments. Raises ConfigError if the device or a package is missing.
+    `requested` is auto, varlen, sdpa, or any name that transformers knows. On a GPU auto selects torch's varlen kernel;
+    on Hopper flash-attn 3 if installed, unless `needs_package_attention`. On a CPU it selects segments. Raises
+    ConfigError if the device or a package is missing.
     """
     register_attention()
     if requested == "auto":
-        return _best(device_type, needs_package_attention=needs_package_attention)
+        if device_type == "cpu":
+            return SEGMENTS
+        has_3 = device_type == "cuda" and not needs_package_attention and is_flash_attn_3_available()
+        return "flash_attention_3" if has_3 and torch.cuda.get_device_capability()[0] == 9 else VARLEN
     if requested in {"sdpa", SEGMENTS}:
         return SEGMENTS
     if requested in {"varlen", VARLEN}:
@@ -100,12 +103,8 @@ def resolve_attention(requested: str, device_type: str, *, needs_package_attenti
                 "--attn-implementation varlen needs a GPU and none is available: auto or sdpa works on a CPU"
             )
         return VARLEN
-    package = _FLASH_PACKAGES.get(requested)
-    if package is not None and (device_type == "cpu" or not _is_installed(requested)):
-        missing = (
-            "a GPU and none is available" if device_type == "cpu" else f"the package {package}, not installed here"
-        )
-        raise ConfigError(f"--attn-implementation {requested} needs {missing}: auto takes what there is")
+    if requested in _FLASH and not _FLASH[requested]():
+        raise ConfigError(f"--attn-implementation {requested} needs a GPU and its package: auto takes what there is")
     return requested
 
 
@@ -210,27 +209,6 @@ def attention_by_segment(
     pieces = (query.split(spans, dim=2), key.split(key_spans, dim=2), value.split(key_spans, dim=2))
     parts = [one(*qkv) for qkv in zip(*pieces, strict=True)]
     return torch.cat([part.transpose(1, 2) for part in parts], dim=1)
-
-
-def _best(device_type: str, *, needs_package_attention: bool) -> str:
-    if device_type == "cpu":
-        return SEGMENTS
-    if needs_package_attention:
-        return VARLEN
-    has_3 = device_type == "cuda" and _is_installed("flash_attention_3")
-    if has_3 and torch.cuda.get_device_capability()[0] == 9:
-        return "flash_attention_3"
-    return "flash_attention_2" if _is_installed("flash_attention_2") else VARLEN
-
-
-def _is_installed(name: str) -> bool:
-    if find_spec(_FLASH_PACKAGES[name]) is None:
-        return False
-    if name != "flash_attention_3":
-        return True
-    from transformers.utils import is_flash_attn_3_available
-
-    return bool(is_flash_attn_3_available())  # it also asks for the distribution flash-attn-3
 
 
 def segment_spans(query: Tensor, boundaries: Boundaries) -> list[int]:

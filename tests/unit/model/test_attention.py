@@ -1,12 +1,10 @@
 """Attention over packs is dense attention within each segment. Unsupported inputs are errors."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -127,7 +125,6 @@ def test_saved_tensors_are_linear_in_the_length() -> None:
     ("requested", "device_type", "name"),
     [
         ("auto", "cpu", SEGMENTS),
-        ("auto", "cuda", VARLEN if find_spec("flash_attn") is None else "flash_attention_2"),
         ("sdpa", "cpu", SEGMENTS),
         ("sdpa", "cuda", SEGMENTS),
         ("varlen", "cuda", VARLEN),
@@ -138,31 +135,21 @@ def test_attn_implementation_resolves_to_a_name(requested: str, device_type: str
     assert resolve_attention(requested, device_type) == name
 
 
-FA2, FA3 = "flash_attn", "flash_attn_interface"
-
-
 @pytest.mark.parametrize(
-    ("installed", "capability", "own", "name"),  # "partial": FA3 without its distribution
+    ("installed", "capability", "own", "name"),
     [
-        ({FA2, FA3}, (9, 0), False, "flash_attention_3"),
-        ({FA3}, (9, 0), False, "flash_attention_3"),
-        ({FA2}, (9, 0), False, "flash_attention_2"),
-        ({FA2, FA3}, (8, 0), False, "flash_attention_2"),
-        ({FA3}, (10, 0), False, VARLEN),
-        ({FA2, FA3}, (9, 0), True, VARLEN),
-        ({FA2, FA3, "partial"}, (9, 0), False, "flash_attention_2"),
+        (True, (9, 0), False, "flash_attention_3"),
+        (False, (9, 0), False, VARLEN),
+        (True, (10, 0), False, VARLEN),
+        (True, (9, 0), True, VARLEN),
     ],
 )
 def test_auto_takes_flash_attn_3_on_hopper_only(
-    installed: set[str], capability: tuple[int, int], own: bool, name: str, monkeypatch: pytest.MonkeyPatch
+    installed: bool, capability: tuple[int, int], own: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "find_spec", lambda package: package if package in installed else None)
-    monkeypatch.setattr(transformers.utils, "is_flash_attn_3_available", lambda: "partial" not in installed)
+    monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert resolve_attention("auto", "cuda", needs_package_attention=own) == name
-    if "partial" in installed:
-        with pytest.raises(ConfigError, match="--attn-implementation flash_attention_3 needs"):
-            resolve_attention("flash_attention_3", "cuda")
 
 
 @pytest.mark.parametrize(
