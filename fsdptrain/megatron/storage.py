@@ -5,7 +5,7 @@ the same table as the weights, which only rearranges values.
 
     <checkpoint>/weights/*.safetensors, exp_avg/, exp_avg_sq/    float32 masters and moments, bitwise exact
     <checkpoint>/reference/*.safetensors                         compute dtype
-    <checkpoint>/trainer.json, rng-*.safetensors                 as under FSDP
+    <checkpoint>/trainer.json, rng-*.json                        as under FSDP
 
 Rank 0 writes tensor by tensor while all ranks gather.
 """

@@ -5,7 +5,8 @@ stays available for `check_head`.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -291,17 +292,15 @@ def plain_batch(
     ).to(device)
 
 
-class evaluating:  # noqa: N801 - reads as a verb: `with evaluating(model): ...`
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put `model` in eval mode within the context and restore its mode on exit."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.was_training = model, model.training
-
-    def __enter__(self) -> None:
-        self.model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        self.model.train(self.was_training)
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def over_ranks(value: float) -> float:
