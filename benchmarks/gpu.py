@@ -42,7 +42,7 @@ _PEER += ["--hidden", "1024", "--layers", "8", "--groups", "8", "--completion", 
 _PEER += ["--micro", "8", "--max-tokens", "16384", "--rounds", "3"]
 _FULL = ["--adapters", "full"]
 _16K = ["--tokens", "16384"]
-_OTHERS = ["B", "E", "F", "I", "liger", "eager logprobs", "sdpa by segment", "flash-attn 2", "optimizer on host"]
+_OTHERS = ["E", "F", "I", "liger", "sdpa by segment", "flash-attn 2", "optimizer on host"]
 
 
 def steps(memory_gib: float) -> dict[str, list[str]]:
@@ -55,7 +55,6 @@ def steps(memory_gib: float) -> dict[str, list[str]]:
     grpo, sft = ["--kinds", "grpo"], ["--kinds", "sft"]
     return {
         "tests": [],
-        "logprob_kernels": ["benchmarks/logprob_kernels.py"],
         "mfu_grpo": [*one, large, *_16K, *grpo, *_FULL, "--variants", "A", "C", "G", "H", "--profile"],
         "mfu_sft": [*one, large, *_16K, *sft, *_FULL, "--variants", "A", "G", "H"],
         "learns": ["benchmarks/learns.py"],

@@ -52,16 +52,14 @@ _G = {**_E, "gradient_checkpointing": False}
 _H = {**_G, "attn_implementation": "flash_attention_3"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "A": {},
-    "B": {"gradient_checkpointing_kind": "selective"},
     "C": _C,
     "E": _E,
-    "F": {"liger": True, "gradient_checkpointing_kind": "selective", "logprob_chunk_size": 2**20},
+    "F": {"liger": True, "logprob_chunk_size": 2**20},
     "G": _G,
     "H": _H,
     "I": {**_H, "fsdp_reshard_after_forward": False},
     "liger": {"liger": True},
     "nothing recomputed": {"gradient_checkpointing": False},
-    "eager logprobs": {"logprob_kernel": "eager"},
     "sdpa by segment": {"attn_implementation": "sdpa"},
     "flash-attn 2": {"attn_implementation": "flash_attention_2"},
     "activations on host": {"offload_activations": True},

@@ -63,10 +63,8 @@ environment             | dense  | 2 | --environment same_numbers_plugins:Echo -
 bf16                    | dense  | 2 | --bf16
 fp16                    | dense  | 1 | --fp16
 padded                  | dense  | 1 | --layout padded
-prefix-sharing          | dense  | 1 | --prefix-sharing on
-prefix-sharing-off      | dense  | 1 | --prefix-sharing off
+prefix-sharing          | dense  | 1 | --prefix-sharing
 recompute               | dense  | 1 | {RECOMPUTED}
-recompute-selective     | dense  | 1 | {RECOMPUTED} --gradient-checkpointing-kind selective
 offload-activations     | dense  | 1 | {RECOMPUTED} --offload-activations
 offload-parameters      | dense  | 2 | --fsdp-cpu-offload
 offload-optimizer       | dense  | 2 | --offload-optimizer
@@ -78,20 +76,18 @@ mamba2                  | mamba2 | 1 | @sft
 hybrid                  | hybrid | 2 |
 sft                     | dense  | 1 | @sft
 sft-2-ranks             | dense  | 2 | @sft --rollout-batch-size 6
-sft-lora-dropout        | dense  | 1 | @sft --lora-rank 4 --lora-dropout 0.1
 lora                    | dense  | 1 | --lora-rank 4 --lora-export both --kl-loss-coef 0.1
 lora-2-ranks            | dense  | 2 | --lora-rank 4 --lora-targets attention
 lora-merged-2-ranks     | dense  | 2 | --lora-rank 4 --lora-export merged
 lora-experts            | moe    | 1 | --lora-rank 4 --lora-targets experts.gate_up_proj experts.down_proj
 moe                     | moe    | 1 |
-moe-aux-loss            | moe    | 2 | --router-aux-loss-coef config
 moe-replay-scoring      | moe    | 2 | --router-replay scoring
-moe-replay-rollout      | moe    | 2 | --router-replay rollout --router-aux-loss-coef 0.02 {RECOMPUTED}
+moe-replay-rollout      | moe    | 2 | --router-replay rollout {RECOMPUTED}
 vision                  | vision | 1 | {VISION}
 vision-train-2-ranks    | vision | 2 | {VISION} --train-vision
 context-2               | dense  | 2 | {CONTEXT} --max-tokens-per-gpu 64
 tensor-2                | dense  | 2 | {TENSOR}
-expert-2                | moe    | 2 | {EXPERT} --router-aux-loss-coef config
+expert-2                | moe    | 2 | {EXPERT}
 tensor-2-expert-2       | moe    | 2 | {TENSOR} {EXPERT}
 context-2-tensor-2      | dense  | 4 | {CONTEXT} {TENSOR} --kl-loss-coef 0.1
 context-2-expert-2      | moe    | 4 | {CONTEXT} {EXPERT} --router-replay rollout
@@ -101,14 +97,13 @@ megatron-expert-2       | moe    | 2 | {MEGATRON} --megatron-expert-parallel 2
 vllm                    | dense  | 1 | {VLLM}
 vllm-2-ranks            | dense  | 2 | {VLLM}
 vllm-moe                | moe    | 1 | {VLLM}
-vllm-lora               | dense  | 1 | {VLLM} --lora-rank 4 --lora-sync adapter
 vllm-server             | dense  | 1 | {SERVER}
 """
 LOSSES = {  # tight bounds, so that clipping occurs
     **dict.fromkeys(("sapo", "reinforce"), ""),
     "gspo": "--eps-clip 1e-3 --eps-clip-high 2e-3",
     "cispo": "--is-cap-high 1.1",
-    "prime_rl": "--eps-clip 1e-3 --prime-rl-kl-coef 0.1",
+    "prime_rl": "--eps-clip 1e-3",
 }
 ADVANTAGES = ("dr_grpo", "rloo", "reinforce++_baseline")
 CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop")
@@ -138,7 +133,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": [1, *range(10, 16)],  # several: responses of a random model have varied lengths
     "bos_token_id": 1,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "router_aux_loss_coef": 0.02}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,

@@ -106,7 +106,7 @@ class Phases:
 
 
 @contextmanager
-def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Step]:
+def our_side(case: Case, samples: list[Sample], *, sharing: bool) -> Iterator[Step]:
     options = case.options
     config = Config(
         hf_checkpoint=case.policy,

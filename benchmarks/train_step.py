@@ -10,9 +10,8 @@ excludes generation and rewards. Old logprobs are canned too, with noise, so tha
 clipped. The reference of --kl is a model with other random weights, except with --lora, where it is the policy without
 its adapter. Loss and gradient norm of all sides must agree.
 
-    ours      fsdptrain's backend and plan as in a run; on a GPU with --prefix-sharing on, which is not the default
-    there
-    packed    the same with --prefix-sharing off
+    ours      fsdptrain's backend and plan as in a run, with --prefix-sharing
+    packed    the same without --prefix-sharing
     stock     TRL's GRPOTrainer on a CPU, which scores every position, prompts and padding included
     compact   the same, scoring completions only, as TRL does on a GPU with Triton
     async     TRL's AsyncGRPOTrainer: packs of --max-tokens that share prefixes, chunked head, entropy always; without a
@@ -50,8 +49,7 @@ def work(side: str, case: Case, pipe: Connection) -> None:
     """Run a process of one side: one step per message, until the end message."""
     samples = make_samples(case)
     if side in ("ours", "packed"):
-        sharing = "off" if side == "packed" else "on" if torch.cuda.is_available() else "auto"
-        made = our_side(case, samples, sharing=sharing)
+        made = our_side(case, samples, sharing=side == "ours")
     elif side == "async":
         made = trl_async_side(case, samples)
     else:

@@ -19,7 +19,6 @@ from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, RefConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, MISMATCH_BOUNDS, OLD_POLICY, PRESETS, Preset
-from fsdptrain.features.moe import balance
 from fsdptrain.model import logprobs, truncation
 
 PAGE = Path(__file__).parent / "algorithms.md"
@@ -190,7 +189,6 @@ def algorithms_page() -> str:
     ]
     parts.append(ELSEWHERE)
     parts.append(_truncation_part())
-    parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
     return "".join(parts)
 
 

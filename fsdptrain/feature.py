@@ -8,7 +8,7 @@ hooks of all features and combines the results.
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from fsdptrain.fsdp.mesh import Meshes
     from fsdptrain.model.probes.layout import LayoutProbe
     from fsdptrain.model.rows import Layout, Rows
-    from fsdptrain.protocols import ForwardRole, Loss, PromptProcessor, RolloutEngine
+    from fsdptrain.protocols import ForwardRole, Loss, PromptProcessor
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
 ChangeWeight = Callable[[Tensor], Tensor]
-ForwardPass = Callable[[PackedBatch], Mapping[str, Tensor]]  # to the `outputs` of the features, without the head
 F = TypeVar("F", bound="Feature")
 T = TypeVar("T")
 
@@ -72,10 +71,6 @@ class Adapter(Protocol):
 
     def identity(self) -> str:
         """What a checkpoint must belong to, because its tensors do not say it."""
-        ...
-
-    def push(self, engine: "RolloutEngine", policy_version: int) -> bool:
-        """Send the adapter alone to the engine; False if the core shall send whole weights. Collective."""
         ...
 
     def export(self, target: Path, write_model: Callable[[Path], None]) -> None:
@@ -178,8 +173,10 @@ class Feature:
         """The packs of a rollout, on the CPU, before its first update; old and reference logprobs are in them."""
         return list(packs)
 
-    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
-        """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
+    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch]) -> Metrics:
+        """Before the first pack of an optimizer step. Returns metrics of the step, the same on every rank."""
+        del model, batches
+        return {}
 
     def loss_function(self, stock: "Loss") -> "Loss":
         """What computes the loss of one pack, on the device. stock: the loss of the run, or of the features before.
@@ -187,11 +184,6 @@ class Feature:
         If it adds a gradient to samples with advantage 0, `Section.trains_zero_advantage` must say so.
         """
         return stock
-
-    def after_step(self, *, updated: bool) -> Metrics:
-        """updated: the gradients are finite, so the optimizer will step."""
-        del updated
-        return {}
 
 
 def load_features(config: Config, checkpoint: Path) -> "Features":
@@ -262,8 +254,8 @@ class Features:
     def loss_function(self, stock: "Loss") -> "Loss":
         return self._chain("loss_function", stock)
 
-    def after_step(self, *, updated: bool) -> Metrics:
-        return self._update("after_step", updated=updated)
+    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch]) -> Metrics:
+        return self._update("before_step", model, batches)
 
     def export_weight(self, name: str) -> ChangeWeight | None:
         changes = [change for change in self._each("export_weight", name) if change is not None]

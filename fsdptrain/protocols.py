@@ -114,20 +114,6 @@ class FeatureEngine(RolloutEngine, Protocol):
     def use_features(self, features: Features) -> None: ...
 
 
-@runtime_checkable
-class AdapterEngine(RolloutEngine, Protocol):
-    """Engine that holds the frozen checkpoint weights and receives only the adapter (--lora-sync adapter)."""
-
-    def update_adapter(
-        self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
-    ) -> None:
-        """Load the full adapter tensors, by their peft names.
-
-        Every rank must exhaust the iterator. `write_config` writes adapter_config.json into a directory. Collective.
-        """
-        ...
-
-
 class TrainBackend(Protocol):
     """Owner of the policy, its optimizer and the reference model."""
 
@@ -167,10 +153,6 @@ class TrainBackend(Protocol):
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors in the compute dtype, layer by layer, on the device. Every rank gets every tensor."""
-        ...
-
-    def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        """Send the weights to `engine` without `hf_weights`. Returns False if no such path exists."""
         ...
 
     def save(self, directory: Path, step: int) -> Future[Any] | None:

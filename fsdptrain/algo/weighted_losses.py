@@ -7,6 +7,8 @@ from fsdptrain.algo.objective import policy_loss, total
 from fsdptrain.algo.tokens import at_loss_tokens, clamped
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
+PRIME_RL_KL_COEF = 1e-3  # of the squared log ratio of policy to engine, as in prime-rl
+
 
 def reinforce(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
     """Plain policy gradient, -A l, without ratio and clip (Williams 1992, Machine Learning 8)."""
@@ -50,7 +52,7 @@ def sapo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
 def prime_rl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
     """Policy gradient with ratios to the engine's logprobs, without old logprobs (default loss of prime-rl).
 
-    -rho A for kept tokens, rho = exp(l - lr) with its gradient, plus prime_rl_kl_coef (l - lr)^2 on every token. A
+    -rho A for kept tokens, rho = exp(l - lr) with its gradient, plus 0.001 (l - lr)^2 on every token. A
     token is kept if p - pr <= eps_clip_high where A > 0, and if p - pr >= -eps_clip elsewhere. The mask is that of
     arXiv 2602.04879, the penalty that of arXiv 2602.02276.
     """
@@ -60,7 +62,7 @@ def prime_rl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> Loss
     too_high, too_low = moved > config.clip_high, moved < -config.eps_clip
     dropped = torch.where(tokens.advantages > 0, too_high, too_low)
     ratio = log_ratio.exp()
-    policy = torch.where(dropped, 0.0, -ratio * tokens.advantages) + config.prime_rl_kl_coef * log_ratio.square()
+    policy = torch.where(dropped, 0.0, -ratio * tokens.advantages) + PRIME_RL_KL_COEF * log_ratio.square()
     metrics = policy_metrics(
         tokens,
         ratio=ratio.detach(),

@@ -52,8 +52,6 @@ class AlgorithmConfig(Section):
     """sapo: steepness of the gate for positive advantages."""
     sapo_tau_neg: Annotated[float, RL_ONLY] = Field(default=1.05, gt=0.0)
     """sapo: steepness of the gate for other advantages."""
-    prime_rl_kl_coef: Annotated[float, RL_ONLY] = Field(default=1e-3, ge=0.0)
-    """prime_rl: coefficient of the squared log ratio of policy to engine."""
     use_opsm: Annotated[bool, RL_ONLY] = False
     """Drop sequences with negative advantage that have moved away from the old policy (off-policy sequence masking)."""
     opsm_delta: Annotated[float, RL_ONLY, Requires("use_opsm")] = Field(default=1e-4, ge=0.0)

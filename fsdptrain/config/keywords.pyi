@@ -33,10 +33,9 @@ class Keywords(TypedDict, total=False):
     router: Section | Mapping[str, Any]
     model_parallel: Section | Mapping[str, Any]
     context_parallel: Section | Mapping[str, Any]
-    prefix_sharing: Literal["auto", "on", "off"] | Section | Mapping[str, Any]
+    prefix_sharing: bool | Section | Mapping[str, Any]
     activation_memory: Section | Mapping[str, Any]
     compile: bool | Section | Mapping[str, Any]
-    fused_logprobs: Section | Mapping[str, Any]
     liger: bool | Section | Mapping[str, Any]
     distillation: Section | Mapping[str, Any]
     fp8: str | list[Literal["training", "rollout"]] | Section | Mapping[str, Any]
@@ -87,7 +86,6 @@ class Keywords(TypedDict, total=False):
     is_cap_high: float
     sapo_tau_pos: float
     sapo_tau_neg: float
-    prime_rl_kl_coef: float
     use_opsm: bool
     opsm_delta: float
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum"]
@@ -169,29 +167,22 @@ class Keywords(TypedDict, total=False):
     dry_run: bool
     lora_rank: int
     lora_alpha: int
-    lora_dropout: float
     lora_targets: str | list[str]
     lora_export: Literal["adapter", "merged", "both"]
-    lora_sync: Literal["merged", "adapter"]
     load_in_4bit: bool
-    load_in_8bit: bool
     image_key: str | None
     train_vision: bool
-    router_aux_loss_coef: float | Literal["config"]
     router_replay: Literal["off", "scoring", "rollout"]
     tensor_parallel_size: int
     expert_parallel_size: int
     context_parallel_size: int
     gradient_checkpointing: bool
-    gradient_checkpointing_kind: Literal["full", "selective"]
     offload_activations: bool
-    logprob_kernel: Literal["auto", "triton", "eager"]
     opd_teacher: str | None
     opd_loss: Literal["token", "jsd"]
     opd_kl_coef: float
     opd_beta: float
-    opd_top_k: int | None
-    fp8_skip: str | list[str]
+    opd_top_k: int
     rollout_engine_args: dict[str, Any]
     rollout_kv_cache_gib: float | None
     rollout_timeout: float

@@ -49,7 +49,7 @@ LOSS_OPTIONS: Mapping[str, LossOptions] = {
     "gspo": _loss(*CLIP, "eps_clip_c", eps_clip=3e-4, eps_clip_high=4e-4),
     "cispo": _loss("is_cap_high"),
     "sapo": _loss("sapo_tau_pos", "sapo_tau_neg"),
-    "prime_rl": LossOptions(CLIP | {"prime_rl_kl_coef"}),
+    "prime_rl": LossOptions(CLIP),
     "reinforce": _loss(),
     "sft": LossOptions(frozenset()),
 }

@@ -1,8 +1,7 @@
 """The tables of sections and of features. A feature's modules but `config` are imported only if it is enabled.
 
-The order of features is that of the hooks: kernels replace the passes over logits, weights are quantized, adapters wrap
-stock modules, other kernels replace modules, ranks split the wrapped modules, then layers are compiled and recomputed,
-their routers wrapped and their activations offloaded.
+The order of features is that of the hooks: weights are quantized, adapters wrap stock modules, kernels replace modules,
+ranks split the wrapped modules, then layers are compiled and recomputed and their routers wrapped.
 """
 
 import importlib
@@ -17,7 +16,6 @@ from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.distillation.config import DistillationConfig
 from fsdptrain.features.fp8.config import Fp8Config
-from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
@@ -43,18 +41,6 @@ class Entry:
         return kind.create(config, checkpoint)
 
 
-def _shares_prefixes(config: Config) -> bool:
-    from fsdptrain import platform  # imports torch
-
-    return not config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
-
-
-def _may_fuse_logprobs(config: Config) -> bool:
-    from fsdptrain import platform  # imports torch
-
-    return config.section(FusedLogprobsConfig).tries(config, on_gpu=platform.device_type() == "cuda")
-
-
 SECTIONS: tuple[type[Section], ...] = (
     LoraConfig,
     QuantizedBaseConfig,
@@ -65,14 +51,12 @@ SECTIONS: tuple[type[Section], ...] = (
     PrefixSharingConfig,
     ActivationMemoryConfig,
     CompileConfig,
-    FusedLogprobsConfig,
     LigerConfig,
     DistillationConfig,
     Fp8Config,
 )
 FEATURES = (
-    Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
-    Entry("quantized_base:QuantizedBaseFeature", lambda config: config.section(QuantizedBaseConfig).enabled),
+    Entry("quantized_base:QuantizedBaseFeature", lambda config: config.section(QuantizedBaseConfig).load_in_4bit),
     Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),
     Entry("liger:LigerFeature", lambda config: config.section(LigerConfig).liger),
     Entry("context_parallel:ContextParallelFeature", lambda config: config.section(ContextParallelConfig).enabled),
@@ -83,11 +67,8 @@ FEATURES = (
         lambda config: config.section(ActivationMemoryConfig).gradient_checkpointing,
     ),
     Entry("moe:MoEFeature", lambda config: config.section(RouterConfig).enabled),
-    Entry(
-        "activation_memory:OffloadFeature", lambda config: config.section(ActivationMemoryConfig).offload_activations
-    ),
     Entry("vision:VisionFeature", lambda config: config.section(VisionConfig).enabled),
-    Entry("prefix_sharing:PrefixSharingFeature", _shares_prefixes),
+    Entry("prefix_sharing:PrefixSharingFeature", lambda config: config.section(PrefixSharingConfig).prefix_sharing),
     Entry("distillation:DistillationFeature", lambda config: config.section(DistillationConfig).enabled),
     Entry("fp8:Fp8Feature", lambda config: config.section(Fp8Config).trains),  # after the probes of the others
 )

@@ -1,6 +1,6 @@
 """The training backend on PyTorch FSDP2: any transformers model, one process per device."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +30,7 @@ from fsdptrain.model.policy import check_backward, check_head, evaluating, polic
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
 from fsdptrain.model.structure import reshard
 from fsdptrain.model.truncation import Truncation
-from fsdptrain.protocols import ForwardRole, Loss, ModelRole, Naming, RolloutEngine
+from fsdptrain.protocols import ForwardRole, Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ class FSDPBackend:
             return self._optimizer.advance_without_update()
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
-        for feature in self.features:
-            feature.before_step(self._model, batches, self._without_head)
+        of_features = self.features.before_step(self._model, batches)
         loss = self.features.loss_function(loss)
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for batch in batches:
@@ -145,9 +144,7 @@ class FSDPBackend:
             sums.add(output.metrics)
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
-        metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | self.features.after_step(
-            updated=finite
-        )
+        metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | of_features
         return metrics | self._optimizer.end_step(norm_value, finite=finite)
 
     def update_reference(self) -> None:
@@ -163,11 +160,6 @@ class FSDPBackend:
         """
         assert self._stash is None, "onload comes before hf_weights"
         return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, features=self.features)
-
-    def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        """Push an adapter alone to `engine`. Returns False if whole weights shall be sent; nothing is sent then."""
-        assert self._stash is None, "onload comes before push_weights"
-        return self.features.adapter is not None and self.features.adapter.push(engine, policy_version)
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of its source checkpoint."""
@@ -272,11 +264,6 @@ class FSDPBackend:
             role=role,
             with_entropy=with_entropy,
         )
-
-    def _without_head(self, batch: PackedBatch) -> Mapping[str, Tensor]:
-        """Return what features report from a forward pass without gradient and without the head."""
-        with torch.no_grad(), evaluating(self._model):
-            return self._model(batch.to(self.device), layout=self.layout_probe.layout, with_head=False)
 
     def _verify_model(self) -> LayoutProbe:
         """Return the layout that the model computes exactly, after checking its head and its backward pass.

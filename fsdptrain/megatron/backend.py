@@ -44,7 +44,7 @@ from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.truncation import Truncation
-from fsdptrain.protocols import Loss, ModelRole, Naming, RolloutEngine
+from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
 
 
@@ -160,11 +160,6 @@ class MegatronBackend:
         """Yield full tensors in the compute dtype on the device, layer by layer. All ranks must iterate to the end."""
         stream = self.weights.stream(dtype=self.compute_dtype)
         return stream if naming == "hub" else by_module(stream, self._stock)
-
-    def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        """Return False: this backend only streams full weights."""
-        del engine, policy_version
-        return False
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of the source checkpoint."""

@@ -5,7 +5,6 @@ stream, the results of an activation function, and of a norm its input in float3
 """
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -33,25 +32,22 @@ class LayerBytes:
         top_k = choice.top_k if choice else 1
         one_by_one = [x for x in layer.modules() if isinstance(x, nn.ModuleList) and len(x) > top_k and choice]
         shares = {module: top_k / len(experts) for experts in one_by_one for module in experts.modules()}
-        results = widths = norms = 0.0  # of matrix products; their sides beside the residual stream; elements of norms
+        widths = norms = 0.0  # sides of matrix products beside the residual stream; elements of norms
         for name, module in layer.named_modules():
             parent, children = layer.get_submodule(name.rpartition(".")[0]), dict(module.named_children())
             share = shares.get(module, 1.0) / tensor
             if is_of_adapter(f".{name}."):
                 continue
             if (shape := _matrix(module)) is not None:
-                results += share * shape[0]
                 widths += share * (shape[0] if shape[1] == hidden or shape[0] != hidden else shape[1])
             elif num_fused_experts(module):
                 sides = [sum(p.shape[1:]) - hidden for p in module.parameters(recurse=False) if p.dim() == 3]
-                results += top_k / tensor * (sum(sides) - min(sides) + hidden)
                 widths += top_k / tensor * (sum(sides) + len(sides) * hidden + min(sides))  # tokens copied to experts
             elif _is_norm(module):
                 norms += _norm_elements(module, name.rpartition(".")[2], parent, hidden, tensor)
             if "act_fn" in children and not num_fused_experts(module):
                 widths += share * max((max(m) for child in children.values() if (m := _matrix(child))), default=0)
         self.input = itemsize * hidden  # [bytes]
-        self.products = math.ceil(itemsize * results) + self.input
         self.compiled = math.ceil(itemsize * (widths + norms))  # elementwise operations are recomputed
         self.everything = math.ceil(itemsize * widths + (torch.float32.itemsize + 2 * itemsize) * norms)
 
@@ -64,19 +60,17 @@ def activation_memory(model: PreTrainedModel, config: Config) -> tuple[dict[str,
     everything = [layer.compiled if config.value("compile") else layer.everything for layer in layers]
     kept = list(everything)
     if config.value("gradient_checkpointing"):
-        is_selective = config.value("gradient_checkpointing_kind") == "selective"
-        kept = [layer.products if is_selective else layer.input for layer in layers]
+        kept = [layer.input for layer in layers]
     saved, working = tokens * sum(kept), tokens * max(everything)
     offloaded = saved if config.value("offload_activations") else 0
     if offloaded:
-        saved = tokens * max((a + b for a, b in pairwise(kept)), default=sum(kept))  # the next layer is on its way
+        saved = tokens * max(kept)
     text = model.config.get_text_config()
     chunk = min(config.model.logprob_chunk_size, tokens)
     vocabulary = math.ceil(text.vocab_size / tensor)
     # one buffer of logits, and passes over a few rows in float32
     logits = vocabulary * (chunk * itemsize + min(chunk, _ROWS) * 2 * torch.float32.itemsize)
-    recomputes = config.value("gradient_checkpointing") or config.value("offload_activations")
-    more = working if recomputes else 0
+    more = working if config.value("gradient_checkpointing") else 0
     return {"activations": saved + max(0, more - logits), "logprobs": logits}, offloaded
 
 

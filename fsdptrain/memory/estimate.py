@@ -36,9 +36,7 @@ _CHANGES: tuple[Mapping[str, Any], ...] = (  # single changes that take less mem
     {"offload_optimizer": True},
     {"fsdp_reshard_after_forward": True},
     {"logprob_chunk_size": 512},
-    {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
     {"gradient_checkpointing": True},
-    {"gradient_checkpointing": True, "gradient_checkpointing_kind": "full"},
     {"offload_activations": True},
     {"offload_train": True},
     {"offload_optimizer": False, "offload_train": False, "fsdp_cpu_offload": True},
@@ -217,7 +215,7 @@ class Shapes:
 
     @property
     def _is_quantized(self) -> bool:
-        return bool(self._config.value("load_in_4bit") or self._config.value("load_in_8bit"))
+        return bool(self._config.value("load_in_4bit"))
 
     def gathered_elements(self, parameter: nn.Parameter) -> int:
         """Return the elements that a rank holds while the parameter is gathered."""

@@ -1,11 +1,10 @@
 """The passes over the logits of a chunk, between the products with the head. The formulas are those of `logprobs`.
 
-`TorchPasses` runs torch's operations in float32 or higher, over a few rows at a time that fit in a cache.
+They run in float32 or higher, over a few rows at a time that fit in a cache.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,69 +52,64 @@ class RowGrads:
         return RowGrads(*(None if x is None else x[rows] for x in vars(self).values()))
 
 
-class LogitPasses(Protocol):
-    """Computes the rows of raw logits [C, V], and the gradient of these logits."""
+def forward_rows(
+    raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """Write `rows`, and the logprobs [C] of the labels, from the raw logits [C, V].
 
-    group: dist.ProcessGroup | None  # the ranks that have the other columns of the logits
-
-    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
-        """Write `rows`, and the logprobs [C] of the labels."""
-        ...
-
-    def backward(
-        self, raw: Tensor, rows: LogitRows, transform: HeadTransform, grads: RowGrads, grad_bias: Tensor | None
-    ) -> None:
-        """Write the gradient of `raw` over it, and add its sum over the rows, exact or as written, to grad_bias [V]."""
-        ...
+    group: the ranks that have the other columns of the logits.
+    """
+    for block, part in row_blocks(raw) if group is None else [(slice(None), raw)]:
+        _forward_block(part, rows[block], transform, logprobs[block], group)
 
 
-class TorchPasses:
-    """The passes by torch's operations."""
+def _forward_block(
+    raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    z = transformed(raw, transform)
+    owned = _owned(rows.labels, raw, group)
+    chosen = z.gather(1, (rows.labels if owned is None else rows.labels.where(owned, 0))[:, None])[:, 0]
+    if rows.floor is not None:
+        rows.floor.copy_(torch.minimum(smallest_kept(z, transform.truncation), chosen))
+        z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
+    highest = z.amax(1)
+    if group is not None:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    z.sub_(highest[:, None])
+    with_entropy = rows.entropy is not None
+    weights = z.exp() if with_entropy else z.exp_()
+    sums = [weights.sum(1), chosen, *([weights.mul_(z).sum(1)] if with_entropy else [])]
+    if owned is not None:
+        sums[1] = chosen.where(owned, 0.0)
+        stacked = torch.stack(sums)
+        dist.all_reduce(stacked, group=group)
+        sums = list(stacked)
+    lse = sums[0].log()
+    rows.logsumexp.copy_(lse + highest)
+    logprobs.copy_(sums[1] - highest - lse)
+    if rows.entropy is not None:
+        rows.entropy.copy_(lse - sums[2] / sums[0])
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
 
-    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
-        for block, part in row_blocks(raw) if self.group is None else [(slice(None), raw)]:
-            self._forward_block(part, rows[block], transform, logprobs[block])
+def backward_rows(
+    raw: Tensor,
+    rows: LogitRows,
+    transform: HeadTransform,
+    grads: RowGrads,
+    grad_bias: Tensor | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write the gradient of the raw logits [C, V] over them, and add its sum over the rows to grad_bias [V]."""
+    for block, part in row_blocks(raw):
+        dz = grad_raw(part, rows[block], transform, grads[block], owned=_owned(rows.labels[block], raw, group))
+        if grad_bias is not None:
+            grad_bias += dz.sum(0)
+        if dz is not part:
+            part.copy_(dz)
 
-    def _forward_block(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
-        z = transformed(raw, transform)
-        owned = self._owned(rows.labels, raw)
-        chosen = z.gather(1, (rows.labels if owned is None else rows.labels.where(owned, 0))[:, None])[:, 0]
-        if rows.floor is not None:
-            rows.floor.copy_(torch.minimum(smallest_kept(z, transform.truncation), chosen))
-            z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
-        highest = z.amax(1)
-        if self.group is not None:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
-        z.sub_(highest[:, None])
-        with_entropy = rows.entropy is not None
-        weights = z.exp() if with_entropy else z.exp_()
-        sums = [weights.sum(1), chosen, *([weights.mul_(z).sum(1)] if with_entropy else [])]
-        if owned is not None:
-            sums[1] = chosen.where(owned, 0.0)
-            stacked = torch.stack(sums)
-            dist.all_reduce(stacked, group=self.group)
-            sums = list(stacked)
-        lse = sums[0].log()
-        rows.logsumexp.copy_(lse + highest)
-        logprobs.copy_(sums[1] - highest - lse)
-        if rows.entropy is not None:
-            rows.entropy.copy_(lse - sums[2] / sums[0])
 
-    def backward(
-        self, raw: Tensor, rows: LogitRows, transform: HeadTransform, grads: RowGrads, grad_bias: Tensor | None
-    ) -> None:
-        for block, part in row_blocks(raw):
-            dz = grad_raw(part, rows[block], transform, grads[block], owned=self._owned(rows.labels[block], raw))
-            if grad_bias is not None:
-                grad_bias += dz.sum(0)
-            if dz is not part:
-                part.copy_(dz)
-
-    def _owned(self, labels: Tensor, raw: Tensor) -> Tensor | None:
-        return None if self.group is None else (labels >= 0) & (labels < raw.shape[1])
+def _owned(labels: Tensor, raw: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
+    return None if group is None else (labels >= 0) & (labels < raw.shape[1])
 
 
 def row_blocks(raw: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitPasses, LogitRows, RowGrads, TorchPasses
+from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitRows, RowGrads, backward_rows, forward_rows
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 
 
@@ -54,7 +54,6 @@ def chunked_logprobs(
     truncation: Truncation = UNTRUNCATED,
     chunk_size: int = 512,  # tokens
     with_entropy: bool = False,
-    passes: LogitPasses | None = None,  # default: torch's operations
 ) -> tuple[Tensor, Tensor | None]:
     """Compute logprobs of `labels` and optionally entropy [nats]: [T] in float32, or float64 for float64 input.
 
@@ -62,7 +61,7 @@ def chunked_logprobs(
     the weight is summed over chunks in float32.
     """
     transform = HeadTransform(logit_scale, softcap, temperature, truncation)
-    return _apply(hidden, weight, bias, labels, _Options(transform, chunk_size, with_entropy, passes or TorchPasses()))
+    return _apply(hidden, weight, bias, labels, _Options(transform, chunk_size, with_entropy))
 
 
 def vocab_parallel_logprobs(
@@ -89,7 +88,7 @@ def vocab_parallel_logprobs(
     local_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
     local_labels = labels - offset[0]  # negative or >= v if another rank has them
     transform = HeadTransform(logit_scale, softcap, temperature)
-    options = _Options(transform, chunk_size, with_entropy, TorchPasses(group))
+    options = _Options(transform, chunk_size, with_entropy, group)
     return _apply(hidden, weight.to_local(), local_bias, local_labels, options)
 
 
@@ -98,7 +97,7 @@ class _Options:
     transform: HeadTransform
     chunk_size: int
     with_entropy: bool
-    passes: LogitPasses
+    group: dist.ProcessGroup | None = None  # the ranks that have the other columns of the logits
 
 
 def _apply(
@@ -131,7 +130,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         buffer = hidden.new_empty(min(num_tokens, options.chunk_size), weight.shape[0])
         for chunk in _chunks(num_tokens, options.chunk_size):
             raw = product(hidden[chunk], weight, bias, out=buffer)
-            options.passes.forward(raw, rows[chunk], transform, logprobs[chunk])
+            forward_rows(raw, rows[chunk], transform, logprobs[chunk], options.group)
         ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, floor)
         ctx.options = options
         ctx.kept = buffer if keeps else None  # raw logits of the last chunk
@@ -155,13 +154,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for chunk in reversed(_chunks(hidden.shape[0], options.chunk_size)):
             raw = kept if kept is not None else product(hidden[chunk], weight, bias, out=buffer)
             kept = None
-            options.passes.backward(raw, rows[chunk], options.transform, of_rows[chunk], grad_bias)
+            backward_rows(raw, rows[chunk], options.transform, of_rows[chunk], grad_bias, options.group)
             if grad_hidden is not None:
                 torch.mm(raw, weight, out=grad_hidden[chunk])
             if needs_weight:
                 grad_weight = plus_product(grad_weight, raw, hidden[chunk], dtype=logsumexp.dtype)
-        if grad_hidden is not None and options.passes.group is not None:
-            dist.all_reduce(grad_hidden, group=options.passes.group)
+        if grad_hidden is not None and options.group is not None:
+            dist.all_reduce(grad_hidden, group=options.group)
         return (grad_hidden, grad_weight, grad_bias, *(None,) * 3)
 
 

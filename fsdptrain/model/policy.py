@@ -89,7 +89,6 @@ class PolicyForward:
         truncation: Truncation = UNTRUNCATED,
         role: ForwardRole = "train",
         with_entropy: bool = False,
-        with_head: bool = True,
         stock_head: bool = False,
     ) -> dict[str, Tensor]:
         features, attention = self._features, str(self._model.config._attn_implementation)
@@ -103,9 +102,7 @@ class PolicyForward:
             with self._skip_mask_creation((attention, layout, *inputs)):
                 output = base_model(self._model)(**inputs)
             found = features.outputs(batch, rows, output)
-            if with_head:
-                found |= self._head(batch, rows, output, temperature, truncation, with_entropy=with_entropy)
-            return found
+            return found | self._head(batch, rows, output, temperature, truncation, with_entropy=with_entropy)
 
     def _head(
         self,

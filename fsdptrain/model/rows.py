@@ -52,14 +52,10 @@ class Rows(Protocol):
         """Map [m, ...] at `positions` to [T, ...], zero elsewhere; summed over the ranks that share the pack."""
         ...
 
-    def total(self, value: Tensor) -> Tensor:
-        """Sum `value` over the ranks that share the pack."""
-        ...
 
-
-def core_rows(batch: PackedBatch, layout: Layout, attention: str, *, multiple: int = 1) -> "PackedRows | PaddedRows":
-    """Return the default rows of a pack, padded to a multiple of columns. attention: that of the model."""
-    return PackedRows(batch, multiple) if layout == "packed" else PaddedRows(batch, multiple, attention)
+def core_rows(batch: PackedBatch, layout: Layout, attention: str) -> "PackedRows | PaddedRows":
+    """Return the default rows of a pack. attention: that of the model."""
+    return PackedRows(batch) if layout == "packed" else PaddedRows(batch, attention=attention)
 
 
 @dataclass(frozen=True)
@@ -79,9 +75,6 @@ class _WholeRows:
 
     def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
         return zeros_with(values, positions, self.batch.num_tokens)
-
-    def total(self, value: Tensor) -> Tensor:
-        return value
 
     def _width(self, longest: int) -> int:
         return longest + -longest % self.multiple
@@ -112,10 +105,6 @@ class PackedRows(_WholeRows):
     def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
         return values if positions is None else values.index_select(0, positions)
 
-    def places(self, positions: Tensor) -> Tensor:
-        """Indices in the flattened rows."""
-        return positions
-
 
 @dataclass(frozen=True)
 class PaddedRows(_WholeRows):
@@ -143,6 +132,7 @@ class PaddedRows(_WholeRows):
         return values.index_select(0, self.places(self.tokens if positions is None else positions))
 
     def places(self, positions: Tensor) -> Tensor:
+        """Indices in the flattened rows."""
         row = torch.searchsorted(self.batch.cu_seqlens[1:], positions.to(torch.int32), right=True)
         return row * self.shape[1] + positions - self.batch.cu_seqlens[row]
 

@@ -28,7 +28,6 @@ from fsdptrain.protocols import Naming
 from fsdptrain.registry import suggest
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
-from fsdptrain.vllm.adapter import AdapterSlot
 from fsdptrain.vllm.call_limit import CallLimit
 from fsdptrain.vllm.config import VllmConfig
 from fsdptrain.vllm.options import (
@@ -75,7 +74,6 @@ class VLLMEngine:
         fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
         self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
-        self._adapter = AdapterSlot(self._llm) if options.get("enable_lora") else None
         self._ranks = _ranks_of_engine() if options.get("tensor_parallel_size", 1) > 1 else None
         self._limit = limit
         self._num_steps = 0  # of the current `_run`
@@ -91,8 +89,8 @@ class VLLMEngine:
 
     @property
     def keeps_requests(self) -> bool:
-        """An adapter has another id in each version, and experts of tokens that are read again differ."""
-        return not (self.is_collective or self._adapter is not None or self._records_routes)
+        """Experts of tokens that are read again differ."""
+        return not (self.is_collective or self._records_routes)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load the tensors of a checkpoint, by the names of its files, layer by layer; reset the prefix cache."""
@@ -104,18 +102,6 @@ class VLLMEngine:
             finally:
                 for _ in weights:  # iterating is collective: other ranks go on after an error of this one
                     pass
-            self._start_version(policy_version)
-        self._has_weights = True
-
-    def update_adapter(
-        self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
-    ) -> None:
-        """Load a LoRA adapter that replaces the previous one; the base weights are the checkpoint's."""
-        self._has_weights = False
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-        with self._limit.around(_SYNC), raise_on_all_ranks(RolloutError, "--lora-sync adapter"):
-            assert self._adapter is not None, "vLLM was started with --lora-sync adapter"
-            self._adapter.load(tensors, write_config, policy_version)
             self._start_version(policy_version)
         self._has_weights = True
 
@@ -175,7 +161,7 @@ class VLLMEngine:
         """Step vLLM until the condition holds."""
         engine, self._num_steps = self._llm.llm_engine, 0
         while not until():
-            self._requests.start_new(self._llm, self._adapter.request if self._adapter else None)
+            self._requests.start_new(self._llm)
             if not engine.has_unfinished_requests():
                 self._requests.wait()
                 continue
@@ -206,11 +192,11 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Free weights and cache on a GPU. `update_weights` must come before the next `generate`.
 
-        Requests stay and continue afterwards. With an adapter the frozen weights move to host memory.
+        Requests stay and continue afterwards.
         """
         self._has_weights = False
         if self._sleeps:
-            self._llm.sleep(level=2 if self._adapter is None else 1, mode="keep")
+            self._llm.sleep(level=2, mode="keep")
 
     def wake_up(self) -> None:
         """Allocate the weights; the cache is allocated after they have been loaded."""
@@ -227,8 +213,6 @@ class VLLMEngine:
         self.sleep()
         self._llm.llm_engine.engine_core._finalizer.detach()
         gc.unfreeze()  # vLLM froze the objects that existed at its start; they would be reported as leaks
-        if self._adapter is not None:
-            self._adapter.close()
 
     def _completion(self, prompt: Prompt, output: Any, *, with_routes: bool) -> Completion:
         tokens = list(output.token_ids)

@@ -14,10 +14,8 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.fp8.config import Fp8Config
-from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.types import Prompt, SamplingParams
-from fsdptrain.vllm.adapter import adapter_options
 from fsdptrain.vllm.config import VllmConfig
 
 _DRAFTS = ("ngram", "suffix")  # methods of speculative decoding without weights
@@ -33,7 +31,7 @@ def request_batch_invariance(config: Config, *, on_gpu: bool) -> None:
 
 def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Options that --rollout-engine-args may override."""
-    vllm, lora = config.section(VllmConfig), config.section(LoraConfig)
+    vllm = config.section(VllmConfig)
     draft = vllm.engine_args.get("speculative_config")
     if draft and not on_gpu:
         raise ConfigError(
@@ -54,8 +52,6 @@ def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         options["enable_chunked_prefill"] = False
     if vllm.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((vllm.kv_cache_gib or 1.0) * platform.GIB)
-    if lora.sync == "adapter":
-        options |= adapter_options(lora)
     if config.section(Fp8Config).generates:
         if not on_gpu:
             raise ConfigError("--fp8 rollout needs a GPU: vLLM quantizes no weights on a CPU; remove it")

@@ -63,7 +63,7 @@ class Requests:
         with self._changed:
             self._changed.wait_for(lambda: self._new, WAIT_S)
 
-    def start_new(self, llm: Any, lora_request: Any) -> None:
+    def start_new(self, llm: Any) -> None:
         """Pass new requests to vLLM, and end those whose future was cancelled."""
         cancelled = [id_ for id_, request in self._running.items() if request.future.cancelled()]
         if cancelled:
@@ -74,7 +74,7 @@ class Requests:
         if not new:
             return
         prompts = [{"prompt_token_ids": request.token_ids} for request in new]
-        options: dict[str, Any] = {"lora_request": lora_request, "use_tqdm": False}
+        options: dict[str, Any] = {"use_tqdm": False}
         if any(request.priority for request in new):
             options["priority"] = [request.priority for request in new]
         try:

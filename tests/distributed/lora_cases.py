@@ -29,7 +29,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # name -> (architecture of the zoo, our options, options of peft.LoraConfig)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": ("qwen3", {}, {"target_modules": [*ATTENTION, *MLP]}),
-    "tied": ("qwen2", {"lora_targets": ["attention", "down_proj"]}, {"target_modules": [*ATTENTION, "down_proj"]}),
+    "tied": ("qwen2", {"lora_targets": [*ATTENTION, "down_proj"]}, {"target_modules": [*ATTENTION, "down_proj"]}),
     "experts": (
         "qwen3_moe",
         {"lora_targets": ["all-linear", *EXPERTS, "gate"]},

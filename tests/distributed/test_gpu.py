@@ -31,10 +31,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "plain": {},
     "parameters on the host": {"fsdp_cpu_offload": True},
     "optimizer on the host": {"offload_optimizer": True},
-    "activations on the host": {"offload_activations": True},
     "inputs of layers on the host": {"offload_activations": True, "gradient_checkpointing": True},
     "checkpointing": {"gradient_checkpointing": True},
-    "selective checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
     "compile": {"compile": True},
     "compile and checkpointing": {"compile": True, "gradient_checkpointing": True},
     "no resharding": {"fsdp_reshard_after_forward": False},
@@ -49,7 +47,7 @@ HALF: dict[str, dict[str, Any]] = {
     "fp16 with its loss scale": {"fp16": True},
 }
 if find_spec("liger_kernel") is not None:
-    EXACT |= {"liger": {"liger": True}, "liger, selective": {"liger": True, **EXACT["selective checkpointing"]}}
+    EXACT |= {"liger": {"liger": True}}
     HALF |= {"bf16, liger": {"bf16": True, "liger": True}}
 
 

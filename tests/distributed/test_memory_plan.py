@@ -24,16 +24,13 @@ from .storages import Storages
 RANKS, LENGTH = 2, 256
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 2048}
 RECOMPUTED = {"gradient_checkpointing": True, "bf16": True}
-# All layers gathered; checkpointed in half precision; experts; MLA; dear results kept; each second
-# layer recomputed, and what layers keep copied to the host; split layers and experts; an adapter. Not: few tokens under
-# wide layers, where buffers of gradients make the peak, and recurrent mixers and sinks, whose torch
-# code is not counted.
+# Not: few tokens under wide layers, where buffers of gradients make the peak, and recurrent mixers and sinks, whose
+# torch code is not counted.
 SHAPES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gathered": ("llama", 1024, WIDE, {"fsdp_reshard_after_forward": False}),
     "checkpointed": ("qwen3", 1024, {"num_hidden_layers": 6}, {"gradient_checkpointing": True, "bf16": True}),
     "experts": ("qwen3_moe", 1024, {}, {}),
     "mla": ("deepseek_v3", 1024, {}, {}),
-    "selective": ("qwen3", 1024, {"num_hidden_layers": 6}, {**RECOMPUTED, "gradient_checkpointing_kind": "selective"}),
     "moved": (
         *("qwen3", 1024, {"num_hidden_layers": 6}),
         {**RECOMPUTED, "offload_activations": True, "offload_optimizer": True},

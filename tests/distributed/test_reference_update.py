@@ -131,7 +131,7 @@ def train_counted(checkpoint: str, directory: str) -> list[int]:
     sizes = {"rollout_batch_size": 8, "rollout_max_response_len": 16, "max_tokens_per_gpu": 64, "eval_interval": 0}
     run = Config(
         hf_checkpoint=str(checkpoint), output_dir=directory, reward="tests.e2e.rewards:variety", log_to=[], bf16=False,
-        kl_loss_coef=0.1, prefix_sharing="off", **values, **sizes,
+        kl_loss_coef=0.1, **values, **sizes,
     )  # fmt: skip
     Trainer(run, dataset=[{"prompt": f"say {i}", "label": ""} for i in range(16)]).fit()
     return [*swaps, counted[0]]

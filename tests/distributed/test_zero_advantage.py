@@ -67,7 +67,7 @@ def one_step(backend: FSDPBackend, found: dict, loss: str, settings: LossConfig,
 def every_loss(checkpoint: str) -> dict[tuple[str, str], tuple[Step, Step, Step, int]]:
     """Skipped, computed, without the samples that are skipped, and the tokens of this rank's packs."""
     backends_in_float64()
-    backend = FSDPBackend(config(checkpoint, lr=0.0, clip_grad=0.0, prefix_sharing="on"), total_steps=10)
+    backend = FSDPBackend(config(checkpoint, lr=0.0, clip_grad=0.0, prefix_sharing=True), total_steps=10)
     gradients, found = keep_gradients(backend._optimizer), {}
     for number, loss in enumerate(SKIPPED_WITH):
         aggregation, settings = sorted(AGGREGATIONS)[number % len(AGGREGATIONS)], options(number)
@@ -119,7 +119,7 @@ def norm(gradients: dict[str, torch.Tensor]) -> float:
 def several_updates(checkpoint: str, skips: bool) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Two optimizer steps in each of two epochs, of which all but one lack a rank's work, then one without any work."""
     backends_in_float64()
-    backend = FSDPBackend(config(checkpoint, adam_eps=0.01, prefix_sharing="on"), total_steps=10)
+    backend = FSDPBackend(config(checkpoint, adam_eps=0.01, prefix_sharing=True), total_steps=10)
     gradients, found = keep_gradients(backend._optimizer), []
     for left in ("some", "one", "none"):
         steps = rollout(backend, some_samples(left), "sequence_mean", skips, steps=2)

@@ -68,7 +68,6 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
         ["--opd-teacher http://127.0.0.1:9", "reached"],
     ),
     (teacher_of_another_tokenizer, ["--opd-teacher", "another tokenizer", "differ"]),
-    (flags("--logprob-kernel", "triton"), ["--logprob-kernel triton cannot be used", "use --logprob-ker"]),
 ]
 
 

@@ -92,7 +92,7 @@ class Scaled(Feature):
 
         return scaled
 
-    def after_step(self, *, updated):
+    def before_step(self, model, batches):
         return {"acme/packs": float(self.packs), "acme/scale": self.scale}
 '''
 
@@ -107,6 +107,6 @@ def test_a_package_adds_one_of_each_and_a_step_trains_with_it(checkpoint: Path, 
     result = command.run_with_path([*argv, "--acme-scale", "2.5"], tmp_path / "log", tmp_path / "site")
     assert result.code == 0, result.err
     trained = [row for row in command.rows_of(tmp_path / "run" / "acme.jsonl") if "acme/loss" in row]
-    assert [row["acme/packs"] for row in trained] == [1.0, 2.0]
+    assert [row["acme/packs"] for row in trained] == [0.0, 2.0]
     assert [row["acme/scale"] for row in trained] == [2.5, 2.5]
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["acme"] == {"scale": 2.5, "label": ""}

@@ -48,12 +48,12 @@ def test_an_adapter_on_weights_in_4_bits_is_trained_resumed_and_merged_into_the_
     assert command.run([*argv, "--num-rollout", "1"], tmp_path / "1", num_ranks=2).code == 0
     result = command.run(argv, tmp_path / "2", num_ranks=2)
     assert result.code == 0, result.err
-    assert "frozen weights of 14 linear layers in nf4: 0.56 bytes for each of 73,728 weights" in result.err
+    assert "frozen weights of 14 linear layers in 4 bits: 73,728 weights" in result.err
     assert "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained" in result.err
     merged, base = load_files(run / "hf"), load_files(checkpoint)
     factors = load_files(run / "hf" / "adapter")
     name = "model.layers.0.mlp.up_proj"
     a, b = (factors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
-    weight = dequantize(*quantize(base[f"{name}.weight"], "nf4"), "nf4", torch.float32)
+    weight = dequantize(*quantize(base[f"{name}.weight"]), torch.float32)
     assert b.abs().max() > 0
     assert torch.allclose(merged[f"{name}.weight"], weight + 32 / 4 * (b @ a), rtol=0, atol=1e-6)

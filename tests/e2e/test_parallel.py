@@ -116,4 +116,4 @@ def test_a_dry_run_checks_the_split_too(tmp_path) -> None:
     argv = ["--hf-checkpoint", str(tmp_path / "model"), "--dry-run", "--nproc-per-node", "8"]
     result = command.run([*argv, "--expert-parallel-size", "8"], tmp_path)
     assert result.code == 2
-    assert "--expert-parallel-size 8 is more than the 4 experts of GptOssForCausalLM" in result.err
+    assert "--expert-parallel-size 8 must divide the 4 experts of GptOssForCausalLM" in result.err

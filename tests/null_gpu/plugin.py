@@ -12,7 +12,6 @@ from tests.oldest import skip_by_name
 from tests.testing import PRELOAD
 
 CANNOT = {  # beginnings of test names
-    "tests/features/fused_logprobs/test_kernels.py": "Triton's kernels run on a GPU only",
     "tests/distributed/test_gpu.py::test_in_float32_steps_are_those_of_a_cpu[liger": "Triton's kernels",
     "tests/distributed/test_gpu.py::test_in_half_precision_steps_are_near_those_of_a_cpu[bf16, liger": "Triton",
     "tests/megatron/test_gpu.py": "needs megatron-core, and kernels of Transformer Engine or two GPUs",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsdptrain.algo.weighted_losses import PRIME_RL_KL_COEF
 from fsdptrain.types import LossConfig
 
 
@@ -68,7 +69,7 @@ def prime_rl(s: Sequence, c: LossConfig) -> Tensor:
         moved = s.l[t].detach().exp().item() - s.lr[t].exp().item()
         dropped = moved > upper_clip(c) if s.A > 0 else moved < -c.eps_clip
         rho = bound(s.l[t] - s.lr[t])
-        losses.append((0.0 if dropped else -s.A) * rho.exp() + c.prime_rl_kl_coef * rho**2)
+        losses.append((0.0 if dropped else -s.A) * rho.exp() + PRIME_RL_KL_COEF * rho**2)
     return torch.stack(losses)
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdptrain.algo import weighted_losses
 from fsdptrain.algo.corrections import REJECTION_ESTIMATORS, REJECTION_LEVELS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
@@ -18,7 +19,7 @@ from tests.properties.strategies import sample_lists
 
 CONFIGS = [
     LossConfig(),
-    LossConfig(eps_clip=0.02, eps_clip_high=0.05, is_cap_high=1.1, sapo_tau_pos=2.0, prime_rl_kl_coef=0.3),
+    LossConfig(eps_clip=0.02, eps_clip_high=0.05, is_cap_high=1.1, sapo_tau_pos=2.0),
     LossConfig(eps_clip=0.01, eps_clip_high=0.3, eps_clip_c=1.2, is_cap_high=20.0, sapo_tau_neg=3.0),
     LossConfig(use_opsm=True, opsm_delta=0.01, mismatch_correction="tis", mismatch_low=0.0),
     LossConfig(mismatch_correction="tis_sequence", mismatch_low=0.2, mismatch_high=1.5),
@@ -145,7 +146,7 @@ BUSY = LossConfig(eps_clip=0.1, eps_clip_high=0.1, eps_clip_c=1.3, is_cap_high=1
                   mismatch_correction="tis", mismatch_rejection="token_k1", mismatch_rejection_max=0.6)  # fmt: skip
 BASES = [BUSY, with_values(BUSY, eps_clip=0.4, eps_clip_high=0.4, opsm_delta=0.01)]
 OTHER = {"eps_clip": 0.001, "eps_clip_high": 0.001, "eps_clip_c": None, "is_cap_high": 1.5, "sapo_tau_pos": 2.0,
-         "sapo_tau_neg": 2.0, "prime_rl_kl_coef": 0.1, "use_opsm": False, "opsm_delta": 0.02,
+         "sapo_tau_neg": 2.0, "use_opsm": False, "opsm_delta": 0.02,
          "mismatch_correction": "none",
          "mismatch_low": 0.95, "mismatch_high": 1.1, "mismatch_rejection": "seq_mean_k3",
          "mismatch_rejection_max": 0.3}  # fmt: skip
@@ -185,8 +186,11 @@ def test_an_option_that_is_refused_on_policy_has_no_effect_there(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "prime_rl"])
-def test_the_clip_metrics_count_the_tokens_whose_gradient_the_clip_removes(name: str) -> None:
+def test_the_clip_metrics_count_the_tokens_whose_gradient_the_clip_removes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """cispo only reduces them. A token without advantage has no gradient that a clip could remove."""
+    monkeypatch.setattr(weighted_losses, "PRIME_RL_KL_COEF", 0.0)
     mask, advantages = [False, True, True], torch.linspace(-2, 2, 41).tolist()
     made = [Sample("g", [0] * 3, mask, [0.0] * 3, advantage=a) for a in advantages]
     batch, logprobs = make_batch(made, "token_mean", spread=0.3, seed=1)
@@ -194,7 +198,7 @@ def test_the_clip_metrics_count_the_tokens_whose_gradient_the_clip_removes(name:
 
     def run(low: float, high: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         values = logprobs.values.detach().requires_grad_()
-        clip = {"eps_clip": low, "eps_clip_high": high, "is_cap_high": 1 + high, "prime_rl_kl_coef": 0.0}
+        clip = {"eps_clip": low, "eps_clip_high": high, "is_cap_high": 1 + high}
         config = with_values(LossConfig(), **clip)
         output = LOSSES[name](batch, LogProbs(values), config)
         (gradient,) = torch.autograd.grad(output.loss, values)

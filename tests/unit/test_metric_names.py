@@ -29,8 +29,6 @@ JOINED = {
 }
 NO_METRICS = {
     "eval/<>": "a prefix of <>/loss and <>/perplexity",
-    "moe/choices": "a key of LogProbs.extras",
-    "moe/router_loss": "a key of LogProbs.extras",
     "mismatch/_w_mean": "replaced by mismatch/ess",
     "mismatch/_w2_mean": "replaced by mismatch/ess",
     "<>/samples": "a sum that source metrics are made of",

@@ -19,7 +19,6 @@ class Start:
 
     model: str
     dtype: str = "float32"
-    adapter: str | None = None  # a folder
 
 
 def fresh_answers(python: Path | str, starts: Mapping[str, Start], prompts: list[list[int]]) -> dict[str, Answers]:
@@ -35,24 +34,20 @@ def fresh_answers(python: Path | str, starts: Mapping[str, Start], prompts: list
 def main(starts: dict[str, dict[str, Any]], prompts: list[list[int]]) -> dict[str, Answers]:
     import torch
     import vllm
-    from vllm.lora.request import LoRARequest
 
     if torch.cpu._is_amx_tile_supported():  # as our workers do: `vllm_reload.ask_for_tiles`
         torch.cpu._init_amx()
     answers = {}
     for name, start in starts.items():
-        adapter = start.pop("adapter")
-        more = {"enable_lora": True, "max_lora_rank": 8} if adapter else {}
         llm = vllm.LLM(
-            **start, **more, max_model_len=512, enforce_eager=True, kv_cache_memory_bytes=50 * 2**20,
+            **start, max_model_len=512, enforce_eager=True, kv_cache_memory_bytes=50 * 2**20,
             enable_chunked_prefill=False, logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
         )  # fmt: skip
         sampling = vllm.SamplingParams(
             temperature=0.0, max_tokens=MAX_TOKENS, logprobs=0, stop_token_ids=[1], ignore_eos=True, detokenize=False
         )
-        request = LoRARequest("fresh", 1, adapter) if adapter else None
         asked = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = llm.generate(asked, sampling, use_tqdm=False, lora_request=request)
+        outputs = llm.generate(asked, sampling, use_tqdm=False)
         answers[name] = [
             [list(out.outputs[0].token_ids), [next(iter(step.values())).logprob for step in out.outputs[0].logprobs]]
             for out in outputs

@@ -13,10 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fsdptrain.features.lora.feature import LoraFeature
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.types import SamplingParams
-from fsdptrain.vllm.adapter import write_adapter
 from tests.matrix import chosen, only
 from tests.testing import spawn
 from tests.vllm import contract, models
@@ -31,15 +29,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         for model in models.NAMES
         for name, bf16 in (("fp32", False), ("bf16", True))
     },
-    **{
-        f"{sync} {name}": ("untied", {"bf16": bf16, **LORA, "lora_sync": sync})
-        for sync in ("merged", "adapter")
-        for name, bf16 in (("fp32", False), ("bf16", True))
-    },
+    **{f"merged {name}": ("untied", {"bf16": bf16, **LORA}) for name, bf16 in (("fp32", False), ("bf16", True))},
 }
 
 
-FEW = ["tied fp32", "adapter fp32"]
+FEW = ["tied fp32", "merged fp32"]
 
 
 def pushed(folder: Path, cases: list[str]) -> dict[str, tuple[Answers, Answers]]:
@@ -53,38 +47,25 @@ def pushed(folder: Path, cases: list[str]) -> dict[str, tuple[Answers, Answers]]
         for version in range(2):
             if version:
                 train_adapter(backend, version) if "lora_rank" in more else train_a_little(backend, version)
-            if more.get("lora_sync") == "adapter":
-                assert backend.push_weights(engine, version)
-            else:
-                engine.update_weights(verifier.record(backend.hf_weights("hub")), version)
+            engine.update_weights(verifier.record(backend.hf_weights("hub")), version)
             verifier.verify(version)
             said.append([[c.token_ids, c.logprobs] for c in engine.generate(contract.PROMPTS, GREEDY)])
         engine.close()
-        keep(backend, folder / case, alone=more.get("lora_sync") == "adapter")
+        keep(backend, folder / case)
         found[case] = (said[0], said[1])
     return found
 
 
-def keep(backend: FSDPBackend, target: Path, *, alone: bool) -> None:
-    """Write what was handed over as a checkpoint, or as an adapter `alone`."""
+def keep(backend: FSDPBackend, target: Path) -> None:
+    """Write what was handed over as a checkpoint."""
     target.mkdir()
-    if alone:
-        lora = backend.features.find(LoraFeature)
-        assert lora is not None
-        tensors = {name: tensor.contiguous() for name, tensor in lora.weights()}
-        write_adapter(target, tensors, lora.write_config)
-        return
     tensors = {name: tensor.contiguous() for name, tensor in backend.hf_weights("hub")}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(backend.checkpoint_path / "config.json", target)
 
 
 def start_of(case: str, folder: Path) -> Start:
-    _, more = CASES[case]
-    dtype = "bfloat16" if more["bf16"] else "float32"
-    if more.get("lora_sync") == "adapter":
-        return Start(str(folder / f"{case} first"), dtype, adapter=str(folder / case))
-    return Start(str(folder / case), dtype)
+    return Start(str(folder / case), "bfloat16" if CASES[case][1]["bf16"] else "float32")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +98,4 @@ def test_after_a_push_logprobs_are_those_of_transformers(found, case):
 
 
 def load(start: Start) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(start.model, dtype=torch.float32)
-    if start.adapter is not None:
-        model.load_adapter(start.adapter)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(start.model, dtype=torch.float32).eval()

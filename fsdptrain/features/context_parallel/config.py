@@ -16,7 +16,7 @@ class ContextParallelConfig(Section):
 
     context_parallel_size: Annotated[
         int,
-        Excludes("image_key", "compile", "gradient_checkpointing_kind=selective", "offload_activations"),
+        Excludes("image_key", "compile", "offload_activations", "layout=padded"),
         Excludes("attn_implementation=flash_attention_2|flash_attention_3", fix="use auto, varlen or sdpa"),
         Excludes("backend=megatron"),
     ] = Field(default=1, ge=1)

@@ -47,8 +47,8 @@ class ContextParallelFeature(Feature):
         self._group = group
 
     def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
-        """Refuse stock attention, with which every rank computes whole rows."""
-        if probe.attention not in PACKAGE_ATTENTION:
+        """Refuse what every rank computes whole: stock attention, and padded rows."""
+        if not _is_split(probe.layout, probe.attention):
             raise NumericsError(
                 f"--context-parallel-size: {stock_class(model).__name__} is not computed exactly over several "
                 f"processes: {probe.reason}; leave it out"
@@ -57,4 +57,8 @@ class ContextParallelFeature(Feature):
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> UlyssesRows | None:
         """Return this rank's rows. Stock attention, the reference of the probes, gets whole rows on every rank."""
         assert self._group is not None
-        return UlyssesRows(batch, layout, self._group) if attention in PACKAGE_ATTENTION else None
+        return UlyssesRows(batch, self._group) if _is_split(layout, attention) else None
+
+
+def _is_split(layout: Layout, attention: str) -> bool:
+    return layout == "packed" and attention in PACKAGE_ATTENTION

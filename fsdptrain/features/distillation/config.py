@@ -35,14 +35,14 @@ class DistillationConfig(Section):
     loss: Literal["token", "jsd"] = "token"
     """`token`: add opd_kl_coef * (teacher logprob - old logprob) to the advantage of each token, whose expectation is
     the negative reverse KL. `jsd`: add opd_kl_coef times the generalized Jensen-Shannon divergence of the next-token
-    distributions to the loss of each token."""
+    distributions to the loss of each token: of the teacher's opd_top_k most likely tokens, and all others together."""
     kl_coef: Annotated[float, TUNING] = Field(default=1.0, gt=0.0)
     """Coefficient of the teacher's term."""
     beta: Annotated[float, _JSD] = Field(default=0.5, ge=0.0, le=1.0)
     """jsd: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy || teacher), between them the divergence to
     the mixture beta * teacher + (1 - beta) * policy (GKD)."""
-    top_k: Annotated[int | None, _JSD] = Field(default=None, ge=1)
-    """jsd: compare the teacher's most likely tokens, and all others together as one. Default: the whole vocabulary."""
+    top_k: Annotated[int, _JSD] = Field(default=20, ge=1)
+    """jsd: number of tokens to compare. A server allows 20 unless it has another --max-logprobs."""
 
     @property
     def enabled(self) -> bool:
@@ -84,8 +84,6 @@ class DistillationConfig(Section):
             )
 
     def _jsd_problems(self, config: "Config") -> Iterator[Problem]:
-        if self.is_server and self.top_k is None:
-            yield f"--opd-loss jsd with --opd-teacher {self.teacher} needs --opd-top-k, e.g. 20"
         for flat in ("tensor_parallel_size", "context_parallel_size"):
             if (config.value(flat) or 1) > 1:
                 yield f"--opd-loss jsd does not work with --{flat.replace('_', '-')}: leave it out, or use token"

@@ -6,7 +6,7 @@ computes them again; autograd differentiates the divergence of a chunk.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +34,6 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-class Target(Protocol):
-    """What the teacher says about M tokens."""
-
-    def divergence(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return the divergence [C] to the policy's `logits` [C, V] (after the transform) of the tokens `rows`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Head:
     """The last layer of a model."""
@@ -57,29 +49,18 @@ class Head:
 
 
 @dataclass(frozen=True)
-class WholeVocabulary:
-    """The teacher's distribution over the vocabulary. Vocabularies are cut to the shorter one: the rest is padding."""
-
-    hidden: Tensor  # [M, D] of the teacher
-    head: Head  # of the teacher
-    beta: float
-
-    def divergence(self, logits: Tensor, rows: slice) -> Tensor:
-        with torch.no_grad():
-            teacher = self.head.logits(self.hidden[rows])
-        size = min(logits.shape[1], teacher.shape[1])
-        return generalized_jsd(logits[:, :size].log_softmax(-1), teacher[:, :size].log_softmax(-1), self.beta)
-
-
-@dataclass(frozen=True)
 class TopTokens:
-    """The teacher's k most likely tokens, and all others as one outcome: a lower bound of the whole divergence."""
+    """The teacher's k most likely tokens of M positions, and all others as one outcome.
+
+    Their divergence is a lower bound of that of the whole vocabulary.
+    """
 
     ids: Tensor  # [M, k] i64
     logprobs: Tensor  # [M, k + 1] f32; last: of all other tokens
     beta: float
 
     def divergence(self, logits: Tensor, rows: slice) -> Tensor:
+        """Return the divergence [C] to the policy's `logits` [C, V] (after the transform) of the tokens `rows`."""
         ids = self.ids[rows]
         return generalized_jsd(with_rest(logits, ids), self.logprobs[rows].to(logits.dtype), self.beta)
 
@@ -102,7 +83,7 @@ def top_tokens(hidden: Tensor, head: Head, k: int, *, vocab_size: int, chunk_siz
     return torch.cat(ids), torch.cat(logprobs)
 
 
-def chunked_divergence(hidden: Tensor, head: Head, target: Target, *, chunk_size: int) -> Tensor:
+def chunked_divergence(hidden: Tensor, head: Head, target: TopTokens, *, chunk_size: int) -> Tensor:
     """Return the divergence of each of M tokens, from the policy's `hidden` [M, D]. [M], float32 or higher"""
     return _Divergence.apply(hidden, head.weight, head.bias, head.transform, target, chunk_size)
 
@@ -115,7 +96,7 @@ class _Divergence(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         transform: HeadTransform,
-        target: Target,
+        target: TopTokens,
         chunk_size: int,
     ) -> Tensor:
         head = Head(weight, bias, transform)

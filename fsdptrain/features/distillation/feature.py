@@ -14,11 +14,10 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Feature, ForwardPass
+from fsdptrain.feature import Feature
 from fsdptrain.features.distillation.config import CHUNK, DistillationConfig
-from fsdptrain.features.distillation.divergence import Head, Target, TopTokens, WholeVocabulary, chunked_divergence
+from fsdptrain.features.distillation.divergence import TopTokens, chunked_divergence
 from fsdptrain.features.distillation.teacher import (
-    HIDDEN,
     TOP_IDS,
     TOP_LOGPROBS,
     ModelTeacher,
@@ -33,7 +32,7 @@ from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.rows import Rows, zeros_with
 from fsdptrain.protocols import Loss
 from fsdptrain.trainer.tokenizer import load_tokenizer
-from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ class DistillationFeature(Feature):
         self._chunk = min(CHUNK, config.model.logprob_chunk_size)
         self._meshes: Meshes | None = None
         self._model: PreTrainedModel | None = None
-        self._head: Head | None = None  # of the teacher, during a step
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "DistillationFeature":
@@ -95,27 +93,15 @@ class DistillationFeature(Feature):
             scored.append(replace(pack, extras={**pack.extras, **extras}))
         return scored
 
-    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
-        if self._is_jsd and isinstance(self._teacher, ModelTeacher) and self._options.top_k is None:
-            self._head = self._teacher.head()
-
     def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
-        target = self._target(batch) if torch.is_grad_enabled() else None
-        if target is None:
+        if not torch.is_grad_enabled() or TOP_IDS not in batch.extras:
             return {}
         assert self._model is not None
+        target = TopTokens(batch.extras[TOP_IDS], batch.extras[TOP_LOGPROBS], self._options.beta)
         hidden = rows.gather(output.last_hidden_state.flatten(0, 1), batch.loss_positions)
         head = head_of(self._model, self._config.scoring_temperature)
         values = chunked_divergence(hidden, head, target, chunk_size=self._chunk)
         return {DIVERGENCE: rows.to_pack(values, batch.loss_positions)}
-
-    def _target(self, batch: PackedBatch) -> Target | None:
-        extras, beta = batch.extras, self._options.beta
-        if TOP_IDS in extras:
-            return TopTokens(extras[TOP_IDS], extras[TOP_LOGPROBS], beta)
-        if HIDDEN in extras and self._head is not None:
-            return WholeVocabulary(extras[HIDDEN], self._head, beta)
-        return None
 
     def loss_function(self, stock: Loss) -> Loss:
         def distilling(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
@@ -141,10 +127,6 @@ class DistillationFeature(Feature):
         if "loss/total" in metrics:  # a custom loss may not report it
             metrics["loss/total"] = metrics["loss/total"] + term.detach()
         return LossOutput(output.loss + term, metrics)
-
-    def after_step(self, *, updated: bool) -> Metrics:
-        self._head = None
-        return {}
 
     def _log_ratio(self, batch: PackedBatch, logprobs: LogProbs) -> Tensor:
         """Return lo - lt at the loss tokens, an estimate of the reverse KL(policy || teacher). [T] [nats]"""

@@ -25,7 +25,7 @@ from fsdptrain.types import PackedBatch
 CONCURRENCY = 64  # requests of a rank in flight; the server queues them
 API_KEY = "TEACHER_API_KEY"  # environment variable
 TIMEOUT = 600.0  # of one request [s]
-ATTEMPTS, WAIT_S = 3, 1.0  # per request, and before the second one
+RETRIES = 3  # of a connection
 LOWEST = -9999.0  # vLLM's value for -inf
 SMALLEST_REST = 1e-7  # probability of all tokens but the k most likely, which the server rounds to float32
 PROBE = 'The 2 answers: {"x": [1, 2.5]}\n\n\tÄ 世界 <|im_end|> def f(): return x**2  # 10,000'
@@ -34,9 +34,8 @@ PROBE = 'The 2 answers: {"x": [1, 2.5]}\n\n\tÄ 世界 <|im_end|> def f(): retur
 class ServerTeacher:
     """Asks the server for each sequence of a pack once."""
 
-    def __init__(
-        self, url: str, *, model: str, key: str | None, timeout: float, top_k: int | None, vocab_size: int
-    ) -> None:
+    def __init__(self, url: str, *, model: str, key: str | None, timeout: float, top_k: int, vocab_size: int) -> None:
+        """top_k: of --opd-loss jsd, else 0."""
         self._url, self._model, self._key, self._timeout = url, model, key, timeout
         self._top_k, self._vocab_size = top_k, vocab_size
 
@@ -49,13 +48,14 @@ class ServerTeacher:
         options = config.section(DistillationConfig)
         assert options.teacher is not None
         url, key = options.teacher.rstrip("/"), os.environ.get(API_KEY)
+        top_k = options.top_k if options.loss == "jsd" else 0
         try:
             with httpx.Client(headers=_headers(key), timeout=60.0, trust_env=False) as client:
                 served = _json(client.get(f"{url}/v1/models"))["data"][0]
                 model, limit = served["id"], served["max_model_len"]
                 body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
                 theirs = _json(client.post(f"{url}/tokenize", json=body))["tokens"]
-                body = {"model": model, "prompt": theirs, "max_tokens": 1, "prompt_logprobs": options.top_k or 0}
+                body = {"model": model, "prompt": theirs, "max_tokens": 1, "prompt_logprobs": top_k}
                 _json(client.post(f"{url}/v1/completions", json=body))
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
@@ -73,7 +73,7 @@ class ServerTeacher:
                 f"{config.longest_sequence} and one more: lower --rollout-max-prompt-len, or raise --max-model-len of "
                 "the server"
             )
-        return cls(url, model=model, key=key, timeout=TIMEOUT, top_k=options.top_k, vocab_size=vocab_size)
+        return cls(url, model=model, key=key, timeout=TIMEOUT, top_k=top_k, vocab_size=vocab_size)
 
     @property
     def line(self) -> str:
@@ -91,18 +91,18 @@ class ServerTeacher:
             headers=_headers(self._key),
             timeout=httpx.Timeout(self._timeout, connect=30.0, pool=None),
             trust_env=False,
-            limits=httpx.Limits(max_connections=CONCURRENCY),
+            transport=httpx.AsyncHTTPTransport(retries=RETRIES, limits=httpx.Limits(max_connections=CONCURRENCY)),
         ) as client:
             return await asyncio.gather(*(self._ask(client, slots, ids) for ids in sequences))
 
     async def _ask(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, ids: list[int]) -> list[Any]:
         """Return an entry for each token: None for the first one, then {token id: {logprob: ...}}."""
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self._top_k or 0}
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self._top_k}
         if len(ids) < 2:  # the pack of a rank without samples
             return [None] * len(ids)
         async with slots:
             try:
-                answer = _json(await self._post(client, body))
+                answer = _json(await client.post(f"{self._url}/v1/completions", json=body))
                 found = answer["choices"][0]["prompt_logprobs"]
                 if len(found) != len(ids):
                     raise ValueError(f"{len(found)} prompt_logprobs for {len(ids)} tokens")
@@ -111,20 +111,6 @@ class ServerTeacher:
                 raise RolloutError(
                     f"--opd-teacher {self._url} gave no logprobs for {len(ids)} tokens: {type(error).__name__}: {error}"
                 ) from error
-
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
-        """Send a request, again if the connection breaks or the server is busy or restarts."""
-        for attempt in range(ATTEMPTS):
-            last = attempt == ATTEMPTS - 1
-            try:
-                answer = await client.post(f"{self._url}/v1/completions", json=body)
-                if last or not (answer.is_server_error or answer.status_code == 429):
-                    return answer
-            except httpx.TransportError:
-                if last:
-                    raise
-            await asyncio.sleep(WAIT_S * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
 
     def _scores(self, pack: PackedBatch, answers: Sequence[list[Any]]) -> TeacherScores:
         following = [entry for answer in answers for entry in (*answer[1:], None)]  # of the label of each token
@@ -135,9 +121,9 @@ class ServerTeacher:
             for t, loss in zip(places, has_loss, strict=True)
         ]
         values = torch.tensor([_logprob(entry, labels[t]) for entry, t in zip(entries, places, strict=True)])
-        if self._top_k is None:
-            return TeacherScores(values, {})
         k = self._top_k
+        if not k:
+            return TeacherScores(values, {})
         likeliest = [
             sorted(((x["logprob"], int(i)) for i, x in e.items() if int(i) < self._vocab_size), reverse=True)[:k]
             for e in entries

@@ -16,7 +16,6 @@ from fsdptrain.feature import Feature, Features
 from fsdptrain.features.distillation.divergence import Head, top_tokens
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.fsdp.stream import full_tensor
 from fsdptrain.model.loading.files import named_in_errors
 from fsdptrain.model.logit_passes import EXCLUDED
 from fsdptrain.model.policy import check_head, evaluating, head_transform, policy_logprobs
@@ -25,7 +24,7 @@ from fsdptrain.model.rows import Rows
 from fsdptrain.model.structure import lm_head, reshard
 from fsdptrain.types import PackedBatch
 
-HIDDEN, TOP_IDS, TOP_LOGPROBS = "teacher_hidden", "teacher_top_ids", "teacher_top_logprobs"
+TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,11 @@ class Teacher(Protocol):
 
 @dataclass
 class TeacherOutputs(Feature):
-    """Adds to the outputs of a model what --opd-loss jsd needs of a teacher, at the loss positions.
-
-    top_k: return the most likely tokens. None: return hidden states.
-    """
+    """Adds the most likely tokens at the loss positions to the outputs of a model, for --opd-loss jsd."""
 
     temperature: float
     chunk_size: int
-    top_k: int | None
+    top_k: int
     vocab_size: int  # of the policy
     model: PreTrainedModel | None = None
 
@@ -66,8 +62,6 @@ class TeacherOutputs(Feature):
 
     def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
         hidden = rows.gather(output.last_hidden_state.flatten(0, 1), batch.loss_positions)
-        if self.top_k is None:
-            return {HIDDEN: hidden}
         assert self.model is not None
         head = head_of(self.model, self.temperature)
         ids, logprobs = top_tokens(hidden, head, self.top_k, vocab_size=self.vocab_size, chunk_size=self.chunk_size)
@@ -121,12 +115,6 @@ class ModelTeacher:
         found = policy_logprobs(self._model, pack, layout=self._probe.layout, temperature=self._temperature)
         values = found.values[pack.loss_positions].float().cpu()
         return TeacherScores(values, {name: tensor.cpu() for name, tensor in found.extras.items()})
-
-    def head(self) -> Head:
-        """Return the whole head on the device. Collective."""
-        head = head_of(self._model, self._temperature)
-        bias = None if head.bias is None else full_tensor(head.bias, head.bias.dtype)
-        return replace(head, weight=full_tensor(head.weight, head.weight.dtype), bias=bias)
 
 
 def require_same_tokenizer(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> None:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from fsdptrain.config.rules import FSDP_ONLY, TUNING, Condition, Problem, Requires
-from fsdptrain.config.section import Names, Section
+from fsdptrain.config.rules import FSDP_ONLY, TUNING, Condition, Problem
+from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -25,8 +25,6 @@ class Fp8Config(Section):
     fp8: Annotated[list[Where], _LIST, FSDP_ONLY] = Field(default=[])
     """Where to compute linear layers in 8-bit floats. `training`: in the forward and backward pass, by torchao.
     `rollout`: vLLM quantizes the weights that it gets. Both: `--fp8 training rollout`."""
-    fp8_skip: Annotated[Names, Requires("fp8"), FSDP_ONLY] = Field(default=[])
-    """Layers that --fp8 training leaves in the compute dtype, by name or pattern, e.g. down_proj 'model.layers.0.*'."""
 
     @property
     def trains(self) -> bool:
@@ -42,10 +40,7 @@ class Fp8Config(Section):
     def problems(self, config: "Config") -> Iterator[Problem]:
         if len(set(self.fp8)) < len(self.fp8):
             yield f"--fp8 {' '.join(self.fp8)} names a place twice: name it once"
-        if not self.trains:
-            reason = "without --fp8 training: remove it"
-            yield from config.without_effect(["fp8_skip"], reason)
-        else:
+        if self.trains:
             for condition in map(Condition.parse, _NOT_TESTED):
                 if config.holds(condition):
                     flag = "--" + condition.key.replace("_", "-")

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.lora.config import LoraConfig
-from fsdptrain.features.lora.targets import Targets, find_targets, shortest_names
+from fsdptrain.features.lora.targets import find_targets, shortest_names
 from fsdptrain.features.lora.weights import NAME, factors, initial_a
 from fsdptrain.model.loading.materialize import filled_like, own_part, register
 
@@ -149,7 +149,6 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
     import peft
 
     targets = find_targets(model, lora.targets)
-    _refuse_what_peft_lacks(lora, targets)
     modules = [name for name, _ in model.named_modules()]
     weights = [name for name, _ in model.named_parameters()]
     conv1d = [isinstance(model.get_submodule(name), Conv1D) for name in targets.modules]
@@ -157,7 +156,6 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
         task_type=peft.TaskType.CAUSAL_LM,
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
         target_modules=shortest_names(targets.modules, modules),
         target_parameters=shortest_names(targets.parameters, weights, parts=2) or None,
         fan_in_fan_out=any(conv1d),  # GPT-2 stores its weights transposed
@@ -169,22 +167,9 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
         differing = sorted(adapters.layers.keys() ^ targets.weights)
         raise ConfigError(
             f"--lora-targets {' '.join(lora.targets)}: peft {peft.__version__} does not adapt {differing[0]} as "
-            f"requested: "
-            "choose other targets"
+            "requested: choose other targets"
         )
     return adapters
-
-
-def _refuse_what_peft_lacks(lora: LoraConfig, targets: Targets) -> None:
-    if not targets.parameters:
-        return
-    named = f"{targets.parameters[0]} (--lora-targets {' '.join(lora.targets)})"
-    if lora.sync == "adapter":
-        raise ConfigError(
-            f"--lora-sync adapter: vLLM does not support adapters of {named}: remove it, and it is merged"
-        )
-    if lora.dropout:
-        raise ConfigError(f"--lora-dropout {lora.dropout:g}: peft has no dropout for {named}: leave one of them out")
 
 
 def _fill(module: Any, whole: Tensor, device: torch.device) -> None:

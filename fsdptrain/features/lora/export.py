@@ -1,13 +1,11 @@
-"""Stream or export only the adapter of a sharded model, for an engine or as a folder for peft's `from_pretrained`."""
+"""Export the adapter of a sharded model as a folder for peft's `from_pretrained`."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -25,23 +23,16 @@ _OF_THE_WHOLE = frozenset({"generation_config.json"})
 
 
 @torch.no_grad()
-def stream_adapter(model: PreTrainedModel, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
-    """Yield (peft name, full float32 tensor on the device) of all trained parameters.
-
-    Collective. Every rank must iterate to the end.
-    """
-    reshard(model)
-    for name, parameter in adapters.parameters().items():
-        tensor = moved(parameter, platform.local_device(), torch.float32)
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def export_adapter(model: PreTrainedModel, adapters: Adapters, target: Path, *, source: Path, base: str) -> None:
     """Write a peft folder with the tokenizer of `source` and the base model name `base`. Collective.
 
     The complete folder is renamed to `target`. Raises CheckpointError on every rank.
     """
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in stream_adapter(model, adapters)}
+    reshard(model)
+    tensors = {}
+    for name, parameter in adapters.parameters().items():
+        tensor = moved(parameter, platform.local_device(), torch.float32)
+        tensors[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
     with raise_on_all_ranks(CheckpointError, f"the adapter cannot be exported to {target}"):
         if dist.get_rank() == 0:
             temporary = temporary_of(target)

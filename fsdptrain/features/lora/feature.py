@@ -1,13 +1,12 @@
 """The LoRA feature: train an adapter instead of the weights. The model without it is the reference."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
@@ -17,11 +16,10 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Adapter, ChangeWeight, Feature
 from fsdptrain.features.lora.adapters import Adapters, add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
-from fsdptrain.features.lora.digest import content_digest
-from fsdptrain.features.lora.export import export_adapter, stream_adapter
+from fsdptrain.features.lora.export import export_adapter
 from fsdptrain.features.lora.weights import merged
 from fsdptrain.model.rows import Rows
-from fsdptrain.protocols import AdapterEngine, ForwardRole, RolloutEngine
+from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import PackedBatch
 
 log = logging.getLogger(__name__)
@@ -34,7 +32,6 @@ class LoraFeature(Feature):
         self._checkpoint = checkpoint
         self._model: PreTrainedModel | None = None
         self._adapters: Adapters | None = None
-        self._base_digest = ""  # digest of the frozen weights
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LoraFeature":
@@ -57,8 +54,6 @@ class LoraFeature(Feature):
 
     def after_load(self, model: PreTrainedModel) -> None:
         self.adapters.finish(seed=self._config.run.seed, cpu_offload=self._config.fsdp.cpu_offload)
-        with self.adapters.detached():
-            self._base_digest = content_digest(model)
         log.info("%s", self.adapters.line)
 
     def forward(
@@ -75,20 +70,7 @@ class LoraFeature(Feature):
         return self
 
     def identity(self) -> str:
-        """Identify the adapter and its base weights, since a checkpoint does not contain the frozen weights."""
-        return f"{self.adapters.kind} on weights {self._base_digest}"
-
-    def push(self, engine: RolloutEngine, policy_version: int) -> bool:
-        if self._options.sync != "adapter":
-            return False
-        assert isinstance(engine, AdapterEngine), "the configuration refuses other engines"
-        engine.update_adapter(self.weights(), self.write_config, policy_version)
-        return True
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 adapter tensors by peft name, on the device. Collective; iterate to the end."""
-        assert self._model is not None
-        return stream_adapter(self._model, self.adapters)
+        return self.adapters.kind
 
     def export(self, target: Path, write_model: Callable[[Path], None]) -> None:
         """Write the adapter as a peft folder, the merged model, or both (--lora-export)."""
@@ -99,10 +81,6 @@ class LoraFeature(Feature):
             assert self._model is not None
             folder = target if form == "adapter" else target / "adapter"
             export_adapter(self._model, self.adapters, folder, source=self._checkpoint, base=self._base_name)
-
-    def write_config(self, folder: Path) -> None:
-        """Write peft's adapter_config.json. Not collective."""
-        self.adapters.write_config(folder, base=self._base_name)
 
     @property
     def _base_name(self) -> str:

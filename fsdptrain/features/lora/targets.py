@@ -15,8 +15,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.model.structure import language_model, lm_head
 from fsdptrain.registry import suggest
 
-ALL_LINEAR, ATTENTION = "all-linear", "attention"
-_ATTENTION_PARTS = ("attn", "attention")  # in module names of attention: self_attn, linear_attn, attention
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,8 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> Targets:
     chosen: set[str] = set()
     parameters: set[str] = set()
     for name in names:
-        if name in (ALL_LINEAR, ATTENTION):
-            found = {n for n in in_text if name == ALL_LINEAR or _attends(n)}
-            weights: set[str] = set()
-        else:
+        found, weights = set(in_text), set[str]()
+        if name != ALL_LINEAR:
             found, weights = _named(in_text, other_in_text, name)
             if not found and not weights:
                 found, weights = _named(linear, other, name)
@@ -86,10 +83,6 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _attends(name: str) -> bool:
-    return any(part in module for module in name.split(".") for part in _ATTENTION_PARTS)
-
-
 def _means_another(model: PreTrainedModel, leaf: str) -> bool:
     """Return whether peft maps this linear layer name to an expert weight, for compatibility with old adapters."""
     from peft import LoraConfig
@@ -118,5 +111,5 @@ def _no_such_target(model: PreTrainedModel, name: str, known: Sequence[str]) -> 
     leaves = sorted({_leaf(n.removesuffix(".weight")) for n in known})
     return (
         f"--lora-targets {name}: {type(model).__name__} has no such linear layer or weight"
-        f"{suggest(name, [ALL_LINEAR, ATTENTION, *leaves])}"
+        f"{suggest(name, [ALL_LINEAR, *leaves])}"
     )

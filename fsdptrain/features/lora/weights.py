@@ -1,7 +1,7 @@
 """Adapter arithmetic on sharded weights: initialization and merging.
 
 A peft layer computes W x + s B A x with s = alpha / rank, so its merged weight is W + s B A. Each rank merges its
-own part of W in float32, with all of the small A and B.
+own part of W in float32.
 """
 
 import math
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from fsdptrain.model.loading.materialize import local_part, moved
+from fsdptrain.model.loading.materialize import local_part, moved, own_part
 
 NAME = "default"  # adapter name in peft's modules; absent from files
 
@@ -31,40 +31,22 @@ def initial_a(shape: torch.Size, generator: torch.Generator) -> Tensor:
 def merged(weight: Tensor, layer: Any, device: torch.device) -> Tensor:
     """Return `weight` merged with its adapter, with the same sharding, in float32 on `device`. Collective."""
     total = moved(weight, device, torch.float32, copy=True)
-    left, right = _product(layer, weight.dim(), *(_whole(module.weight, device) for module in factors(layer)))
-    dim, own = _own_part_of(total)
-    if dim == weight.dim() - 1:
-        right = right[..., own]
-    elif dim == weight.dim() - 2:
-        left = left[..., own, :]
-    elif dim is not None:
-        left, right = left[own], right[own]
-    part = local_part(total)
-    part.add_((left @ right).mul_(layer.scaling[NAME]))
+    product = _product(layer, weight.dim(), *(_whole(module.weight, device) for module in factors(layer)))
+    local_part(total).add_(own_part(product.mul_(layer.scaling[NAME]), total))
     return total
 
 
-def _product(layer: Any, num_dims: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (left, right) with product B A in the dim order of the weight.
+def _product(layer: Any, num_dims: int, a: Tensor, b: Tensor) -> Tensor:
+    """Return B A in the dim order of the weight. For fused experts A is [experts x rank, in], B [out, rank x experts].
 
-    For fused experts peft stores A as [experts x rank, in] and B as [out, rank x experts].
+    peft's own function rounds it to the dtype of the weight.
     """
     if num_dims == 2:
-        return (a.mT, b.mT) if layer.fan_in_fan_out else (b, a)
+        return (b @ a).T if layer.fan_in_fan_out else b @ a
     a = a.reshape(layer.num_experts, -1, a.shape[-1])  # [E, r, in]
     b = b.reshape(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)  # [E, out, r]
     transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # weights [E, in, out]; same check as in peft
-    return (a.mT, b.mT) if transposed else (b, a)
-
-
-def _own_part_of(tensor: Tensor) -> tuple[int | None, Tensor]:
-    """Return the sharded dim of `tensor` (None: not sharded) and this rank's indices along it."""
-    if isinstance(tensor, DTensor):
-        for dim in (placement.dim for placement in tensor.placements if isinstance(placement, Shard)):
-            every = torch.arange(tensor.shape[dim], device=tensor.device)
-            along = [Shard(0) if isinstance(placement, Shard) else placement for placement in tensor.placements]
-            return dim, distribute_tensor(every, tensor.device_mesh, along, src_data_rank=None).to_local()
-    return None, torch.empty(0, dtype=torch.int64, device=tensor.device)
+    return (b @ a).mT if transposed else b @ a
 
 
 def _whole(parameter: Tensor, device: torch.device) -> Tensor:

@@ -8,10 +8,9 @@ from fsdptrain.config.rules import NEUTRAL, Excludes
 from fsdptrain.config.section import RankGroup, Section
 
 _NOT_TESTED = Excludes(
-    "lora_rank", "image_key", "compile", "gradient_checkpointing_kind=selective", "offload_activations",
-    "fp16", "fsdp_cpu_offload", "async_save",
+    "lora_rank", "image_key", "compile", "offload_activations", "fp16", "fsdp_cpu_offload", "async_save",
 )  # fmt: skip
-_NOT_TESTED_WITH_TENSOR = Excludes("algorithm=sft", "router_replay", "router_aux_loss_coef")
+_NOT_TESTED_WITH_TENSOR = Excludes("algorithm=sft", "router_replay")
 _TRUNCATED = "with --rollout-top-p, --rollout-top-k and --rollout-min-p: leave one of them out"
 
 

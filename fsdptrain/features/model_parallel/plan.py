@@ -53,8 +53,7 @@ def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) ->
     plan = SplitPlan(tensor, experts, dims)
     if tensor_size > 1:
         _check_activations(model, tensor_size)
-        _check_heads(model, tensor_size)
-        _check_heads_of_layers(model, tensor, tensor_size)
+        _check_heads(model, tensor, tensor_size)
         _check_tensors(model, plan, tensor_size)
     return plan
 
@@ -108,11 +107,6 @@ def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
             f"--expert-parallel-size {size}: transformers has no plan that splits experts of {name}: remove it"
         )
     for count in sorted({p.shape[0] for key, p in model.named_parameters() if key in plan}):
-        if count < size:
-            raise ConfigError(
-                f"--expert-parallel-size {size} is more than the {count} experts of {name}, so that processes would "
-                f"have none: {count} at most"
-            )
         if count % size:
             raise ConfigError(
                 f"--expert-parallel-size {size} must divide the {count} experts of {name}: choose a divisor"
@@ -147,23 +141,19 @@ def _check_activations(model: PreTrainedModel, size: int) -> None:
         )
 
 
-def _check_heads(model: PreTrainedModel, size: int) -> None:
+def _check_heads(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
     """Raise ConfigError if the heads are not divisible. The first forward pass would fail with wrong shapes."""
-    name, text = stock_class(model).__name__, layer_config(model.config, 0)
-    for what, key in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
-        count = getattr(text, key, None)
+    text = layer_config(model.config, 0)
+    counts = {
+        "attention heads": getattr(text, "num_attention_heads", None),
+        "key-value heads": getattr(text, "num_key_value_heads", None),
+    }
+    counts |= {f"heads of {name}": n for name, n in projected_heads(model) if plan.get(name) == "colwise"}
+    for what, count in counts.items():
         if count and count % size:
             raise ConfigError(
-                f"--tensor-parallel-size {size} must divide the {count} {what} of {name}: choose a divisor"
-            )
-
-
-def _check_heads_of_layers(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
-    for name, heads in projected_heads(model):
-        if plan.get(name) == "colwise" and heads % size:
-            raise ConfigError(
-                f"--tensor-parallel-size {size} must divide the {heads} heads of {name} of "
-                f"{stock_class(model).__name__}: choose a divisor"
+                f"--tensor-parallel-size {size} must divide the {count} {what} of {stock_class(model).__name__}: "
+                "choose a divisor"
             )
 
 

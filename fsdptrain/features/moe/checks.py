@@ -1,6 +1,4 @@
-"""Check on a small random copy of the model, before loading, that it supports the router options."""
-
-from typing import Literal
+"""Check on a small random copy of the model, before loading, that its routes can be replayed."""
 
 import torch
 from torch import Tensor
@@ -11,37 +9,17 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.moe.replay import RouterReplay
 from fsdptrain.model.policy import MODEL_ERRORS
 from fsdptrain.model.probes.random_copy import guarded_copy
-from fsdptrain.model.structure import ExpertChoice, base_model, expert_choice
+from fsdptrain.model.structure import ExpertChoice, expert_choice
 
 _TOKENS = 16  # one sequence each, so that only its own experts affect the logits of a token
 _ROUNDING = 1e-4  # of logits, if products are added in another order
 
 
-def aux_loss_coef(
-    config: PreTrainedConfig, requested: float | Literal["config"], *, trust_remote_code: bool = False
-) -> float:
-    """Return the coefficient of the load-balancing loss. Raises NoEffectError for a model that does not support it."""
-    if requested == 0:
-        return 0.0
-    own = config.get_text_config().to_dict().get("router_aux_loss_coef")
-    name = config.model_type
-    if expert_choice(config) is None:
-        raise _no_effect("aux_loss_coef", f"on {name}, which has no experts")
-    if own is None:
-        raise _no_effect(
-            "aux_loss_coef", f"on {name}, whose config has no router_aux_loss_coef: it uses another balancing method"
-        )
-    model = guarded_copy(config, trust_remote_code=trust_remote_code)
-    output = base_model(model)(input_ids=_tokens(model), use_cache=False, output_router_logits=True)
-    if not output.get("router_logits"):
-        raise _no_effect("aux_loss_coef", f"on {name}, which reports no router logits")
-    return own if requested == "config" else requested
-
-
 def check_replay(config: PreTrainedConfig, mode: str, *, trust_remote_code: bool = False) -> None:
     """Raise NoEffectError for a model without experts, and ConfigError with the reason if routes cannot be replayed."""
     if expert_choice(config) is None:
-        raise _no_effect("replay", f"on {config.model_type}, which has no experts")
+        reason = f"on {config.model_type}, which has no experts: remove it"
+        raise NoEffectError(f"--router-replay has no effect {reason}", "router_replay")
     try:
         refusal = replay_refusal(guarded_copy(config, trust_remote_code=trust_remote_code))
     except MODEL_ERRORS as error:
@@ -102,8 +80,3 @@ def _run(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
 def _tokens(model: PreTrainedModel) -> Tensor:
     vocab_size = model.config.get_text_config().vocab_size
     return torch.randint(1, vocab_size, (_TOKENS, 1), generator=torch.Generator().manual_seed(0))
-
-
-def _no_effect(option: str, reason: str) -> NoEffectError:
-    key = f"router_{option}"
-    return NoEffectError(f"--{key.replace('_', '-')} has no effect {reason}: remove it", key)

@@ -17,16 +17,13 @@ class RouterConfig(Section):
     PREFIX = "router_"
     RULES = (FSDP_ONLY,)
 
-    aux_loss_coef: float | Literal["config"] = 0.0
-    """Coefficient of the load-balancing loss over each optimizer step; `config`: from the model's config. 0: off.
-    Without --router-replay, it costs one more forward pass."""
     replay: Annotated[Literal["off", "scoring", "rollout"], IdleWith("algorithm=sft")] = "off"
     """Replay recorded expert choices in training. `scoring`: from the computation of old logprobs (R2). `rollout`: from
     the engine (R3), for old logprobs too."""
 
     @property
     def enabled(self) -> bool:
-        return self.replay != "off" or self.aux_loss_coef != 0
+        return self.replay != "off"
 
     @property
     def records_routes(self) -> bool:
@@ -36,13 +33,7 @@ class RouterConfig(Section):
     def needs_policy_scores(self) -> bool:
         return self.replay == "scoring"
 
-    @property
-    def trains_zero_advantage(self) -> str:
-        return f"--router-aux-loss-coef {self.aux_loss_coef}" if self.aux_loss_coef else ""
-
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if self.aux_loss_coef != "config" and self.aux_loss_coef < 0:
-            yield f"--router-aux-loss-coef must be at least 0 or `config`, got {self.aux_loss_coef:g}"
         if self.replay == "scoring" and not config.scores_policy:
             reason = "where the policy is not scored: use --router-replay rollout, or remove it"
             yield from config.without_effect(["router_replay"], reason)

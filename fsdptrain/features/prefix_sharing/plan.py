@@ -1,4 +1,4 @@
-"""Plan packs in which samples of the same prompt share its computation, if that makes the step cheaper.
+"""Plan packs in which samples of the same prompt share its computation.
 
 A prompt is computed once per pack that contains its samples. Keeping a whole group together is cheapest, unless there
 are so few groups that ranks wait for each other; then groups are divided. Several divisions are planned, and the one
@@ -19,8 +19,6 @@ from fsdptrain.data.packing.pack import (
     sequence_costs,
 )
 
-MIN_GAIN = 0.03  # of the cost: covers the time that sharing itself takes
-MIN_PROMPT = 16  # [tokens]
 MOST_SHARED = 4  # largest ratio of samples to budget in a pack: attention gathers keys for each of their tokens
 _NEARLY_BALANCED = 1.02
 
@@ -32,9 +30,8 @@ def plan_shared(
     num_ranks: int,
     max_tokens: int,
     quadratic_cost: float = QUADRATIC_COST,
-    always: bool = False,
 ) -> PackPlan:
-    """Return the cheapest plan, or that of `plan_packs` if sharing saves less than MIN_GAIN.
+    """Return the cheapest plan, or that of `plan_packs` if no samples have the same prompt.
 
     In a pack the samples of one prompt are adjacent. A sample that shares its first P tokens costs less by the cost of
     P tokens; its own tokens still attend to the prefix. At most `max_tokens` tokens of a pack are computed, and its
@@ -42,14 +39,12 @@ def plan_shared(
 
     Args:
         prompts: per sample (prompt identity, prompt length). Length 0: no prompt.
-        always: share all equal prompts, regardless of the gain.
     """
     check_lengths(lengths, max_tokens=max_tokens)
-    families = _families(prompts, shortest=1 if always else MIN_PROMPT)
+    families = _families(prompts)
     limits = {"num_ranks": num_ranks, "max_tokens": max_tokens}
-    plain = plan_packs(lengths, quadratic_cost=quadratic_cost, **limits)
     if not families:
-        return plain
+        return plan_packs(lengths, quadratic_cost=quadratic_cost, **limits)
     samples = _Samples(
         lengths,
         prompts,
@@ -68,7 +63,7 @@ def plan_shared(
         found = _plan(samples, units, {prompts[family[0]] for family in families}, **limits)
         best = found if best is None or found.cost < best.cost else best
         parts *= 2
-    return best if always or best.cost < (1 - MIN_GAIN) * plain.cost else plain
+    return best
 
 
 @dataclass(frozen=True)
@@ -109,11 +104,11 @@ def _plan(
     return replace(found, shared=1 - num_tokens / sum(samples.lengths))
 
 
-def _families(prompts: Sequence[tuple[int, int]], *, shortest: int) -> list[list[int]]:
+def _families(prompts: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Return the samples of each prompt that several samples have, ordered by first sample."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, prompt in enumerate(prompts):
-        if prompt[1] >= shortest:
+        if prompt[1]:
             found.setdefault(prompt, []).append(index)
     return [family for family in found.values() if len(family) > 1]
 

@@ -1,4 +1,4 @@
-"""Frozen weights of linear layers in 4 or 8 bits under a LoRA adapter (QLoRA)."""
+"""Frozen weights of linear layers in 4 bits under a LoRA adapter (QLoRA)."""
 
 import importlib.util
 import logging
@@ -16,7 +16,6 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import ChangeWeight, Feature
-from fsdptrain.features.quantized_base.config import BLOCK, QuantizedBaseConfig
 from fsdptrain.model.structure import decoder_layers
 
 if TYPE_CHECKING:
@@ -25,36 +24,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BLOCK = 64  # weights of a row that share a scale
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable of transformers
 
 
 class QuantizedBaseFeature(Feature):
     """Stores the weights of linear layers as codes. Comes before the adapter, which wraps the layers."""
 
-    def __init__(self, options: QuantizedBaseConfig) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self._stock: dict[str, nn.Linear] = {}  # stock weight name -> layer
         self._layers: dict[str, QuantizedLinear] = {}
         self._is_loaded = False
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "QuantizedBaseFeature":
-        options = config.section(QuantizedBaseConfig)
-        flag = "--load-in-4bit" if options.load_in_4bit else "--load-in-8bit"
-        with raise_on_all_ranks(ConfigError, flag):
+        with raise_on_all_ranks(ConfigError, "--load-in-4bit"):
             if torch.__version__ < "2.13":  # FSDP2 of torch 2.11 rejects parameters of whole numbers
-                raise ConfigError(f"{flag} needs torch 2.13, and this is {torch.__version__}: update it")
+                raise ConfigError(f"--load-in-4bit needs torch 2.13, and this is {torch.__version__}: update it")
             if importlib.util.find_spec("bitsandbytes") is None:
-                raise ConfigError(f"{flag} needs the bitsandbytes package: pip install 'fsdptrain[qlora]'")
-        return cls(options)
-
-    def _log(self) -> None:
-        weights = sum(layer.in_features * layer.out_features for layer in self._layers.values())
-        num_bytes = sum(p.nbytes for layer in self._layers.values() for p in (layer.codes, layer.scales))
-        log.info(
-            f"frozen weights of {len(self._layers)} linear layers in {self._options.kind}: {num_bytes / weights:.2f} "
-            f"bytes for each of {weights:,} weights"
-        )
+                raise ConfigError("--load-in-4bit needs the bitsandbytes package: pip install 'fsdptrain[qlora]'")
+        return cls()
 
     def add_parameters(self, model: PreTrainedModel) -> None:
         """Find the layers by their stock names, before an adapter wraps them."""
@@ -68,14 +57,15 @@ class QuantizedBaseFeature(Feature):
         wrapped = {base for module in model.modules() if isinstance(module, ParamWrapper) for base in module.modules()}
         for name, linear in self._stock.items():
             if linear not in wrapped:  # its adapter is added to the weight itself
-                self._layers[name] = QuantizedLinear.convert(linear, self._options.kind)
+                self._layers[name] = QuantizedLinear.convert(linear)
 
     def without(self) -> AbstractContextManager[None]:
         return self._in_stock_form()
 
     def after_load(self, model: PreTrainedModel) -> None:
         self._is_loaded = True
-        self._log()
+        weights = sum(layer.in_features * layer.out_features for layer in self._layers.values())
+        log.info("frozen weights of %d linear layers in 4 bits: %s weights", len(self._layers), f"{weights:,}")
 
     @contextmanager
     def _in_stock_form(self) -> Iterator[None]:
@@ -104,8 +94,8 @@ def quantizable_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
     if any(p.dim() == 3 and min(p.shape[1:]) > 1 for module in inside for p in module.parameters(recurse=False)):
         raise ConfigError(
-            f"--load-in-4bit and --load-in-8bit: the stacked experts of {type(model).__name__}, most of its "
-            "weights, cannot be quantized: leave them out"
+            f"--load-in-4bit: the stacked experts of {type(model).__name__}, most of its "
+            "weights, cannot be quantized: leave it out"
         )
     found = {
         f"{name}.weight": module
@@ -114,7 +104,7 @@ def quantizable_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
     if not found:
         raise ConfigError(
-            f"--load-in-4bit and --load-in-8bit: {type(model).__name__} has no linear layer whose inputs are a "
-            f"multiple of {BLOCK}: leave them out"
+            f"--load-in-4bit: {type(model).__name__} has no linear layer whose inputs are a "
+            f"multiple of {BLOCK}: leave it out"
         )
     return found

@@ -1,14 +1,12 @@
-"""A linear layer with a frozen weight in 4 or 8 bits, and the arithmetic of bitsandbytes that it uses.
+"""A linear layer with a frozen weight in 4 bits, and the arithmetic of bitsandbytes that it uses.
 
-NF4 is the 4-bit data type of QLoRA (Dettmers et al. 2023, arXiv 2305.14314), 8-bit the dynamic type of blockwise
-quantization (Dettmers et al. 2021, arXiv 2110.02861). 64 neighbors of a row share a scale. A block never leaves its
-row, so that FSDP2 shards the codes along rows, and the weights do not depend on the number of ranks.
+NF4 is the data type of QLoRA (Dettmers et al. 2023, arXiv 2305.14314). 64 neighbors of a row share a scale. A block
+never leaves its row, so that FSDP2 shards the codes along rows, and the weights do not depend on the number of ranks.
 
-    codes    [out, in / 2] or [out, in] uint8
+    codes    [out, in / 2] uint8
     scales   [out, in / 64] int32: the bits of float32, which mixed precision would round to bfloat16
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,63 +15,53 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdptrain import platform
-from fsdptrain.features.quantized_base.config import BLOCK, Kind
+from fsdptrain.features.quantized_base.feature import BLOCK
 from fsdptrain.model.loading.materialize import filled_like, local_part
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that bitsandbytes computes with
 
 
-def quantize(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return (codes, scales) of `weight` [rows, in]."""
     rows, columns = weight.shape
     if not rows:
-        return weight.new_empty((0, _code_columns(columns, kind)), dtype=torch.uint8), _no_scales(weight)
+        codes, scales = columns // 2, columns // BLOCK
+        return weight.new_empty((0, codes), dtype=torch.uint8), weight.new_empty((0, scales), dtype=torch.int32)
     weight = weight.contiguous() if weight.dtype in _DTYPES else weight.float().contiguous()
-    if kind == "nf4":
-        codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
-    else:
-        codes, state = functional.quantize_blockwise(weight, blocksize=BLOCK)
+    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
     return codes.view(rows, -1), state.absmax.view(rows, -1).view(torch.int32)
 
 
-def dequantize(codes: Tensor, scales: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight [rows, in] in `dtype`."""
     rows, columns = codes.shape[0], BLOCK * scales.shape[1]
     if not rows:
         return codes.new_empty((0, columns), dtype=dtype)
-    computed = dtype if dtype in _DTYPES else torch.float32
     state = functional.QuantState(
-        absmax=scales.view(torch.float32).view(-1), shape=torch.Size((rows, columns)), blocksize=BLOCK, dtype=computed
+        absmax=scales.view(torch.float32).view(-1),
+        shape=torch.Size((rows, columns)),
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=dtype if dtype in _DTYPES else torch.float32,
     )
-    if kind == "nf4":
-        state.quant_type = "nf4"
-        return functional.dequantize_4bit(codes.view(-1, 1), state).to(dtype)
-    state.code = _dynamic_map(codes.device)
-    return functional.dequantize_blockwise(codes, state).view(rows, columns).to(dtype)
-
-
-@cache
-def _dynamic_map(device: torch.device) -> Tensor:
-    """Return the values of the codes of the dynamic type [256]."""
-    return functional.create_dynamic_map().to(device)
+    return functional.dequantize_4bit(codes.view(-1, 1), state).to(dtype)
 
 
 class _FrozenProduct(torch.autograd.Function):
     """x W^T, where W is dequantized in the forward pass and again in the backward pass. Saves codes and scales."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, kind: Kind) -> Tensor:
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.kind = kind
-        return x @ dequantize(codes, scales, kind, x.dtype).mT
+        return x @ dequantize(codes, scales, x.dtype).mT
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
         [gradient] = gradients
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
+            return None, None, None
         codes, scales = ctx.saved_tensors
-        return gradient @ dequantize(codes, scales, ctx.kind, gradient.dtype), None, None, None
+        return gradient @ dequantize(codes, scales, gradient.dtype), None, None
 
 
 class QuantizedLinear(nn.Linear):
@@ -84,26 +72,25 @@ class QuantizedLinear(nn.Linear):
     full precision at a time.
     """
 
-    kind: Kind
     codes: nn.Parameter
     scales: nn.Parameter
     _stored_dtype: torch.dtype
     _aside: dict[str, nn.Parameter | None]
 
     @classmethod
-    def convert(cls, linear: nn.Linear, kind: Kind) -> "QuantizedLinear":
+    def convert(cls, linear: nn.Linear) -> "QuantizedLinear":
         """Change `linear`, on meta and not sharded yet, in place."""
         dtype, (rows, columns) = linear.weight.dtype, linear.weight.shape
         linear.__class__ = cls
         assert isinstance(linear, QuantizedLinear)
         del linear.weight
-        linear.kind, linear._stored_dtype, linear._aside = kind, dtype, {"weight": None}
-        linear.codes = _frozen(torch.empty(rows, _code_columns(columns, kind), dtype=torch.uint8, device="meta"))
+        linear._stored_dtype, linear._aside = dtype, {"weight": None}
+        linear.codes = _frozen(torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta"))
         linear.scales = _frozen(torch.empty(rows, columns // BLOCK, dtype=torch.int32, device="meta"))
         return linear
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        product = _FrozenProduct.apply(x, self.codes, self.scales, self.kind)
+        product = _FrozenProduct.apply(x, self.codes, self.scales)
         return product if self.bias is None else product + self.bias
 
     def swap(self) -> None:
@@ -125,13 +112,13 @@ class QuantizedLinear(nn.Linear):
     def full_precision(self) -> Tensor:
         """Return the weight in float32, sharded as the codes are."""
         codes, scales = (local_part(p.detach()) for p in (self.codes, self.scales))
-        return self._like_codes(dequantize(codes, scales, self.kind, torch.float32))
+        return self._like_codes(dequantize(codes, scales, torch.float32))
 
     def _taken(self, weight: Tensor) -> nn.Parameter:
         """Quantize this rank's rows of `weight`. Returns a parameter of the same shape without memory."""
         device = platform.local_device()
         local = local_part(weight.detach()).to(device)
-        for name, part in zip(("codes", "scales"), quantize(local, self.kind), strict=True):
+        for name, part in zip(("codes", "scales"), quantize(local), strict=True):
             meta = self._aside[name]
             assert meta is not None
             self._aside[name] = filled_like(meta, part, device)
@@ -152,11 +139,3 @@ class QuantizedLinear(nn.Linear):
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
-
-
-def _code_columns(columns: int, kind: Kind) -> int:
-    return columns // 2 if kind == "nf4" else columns
-
-
-def _no_scales(weight: Tensor) -> Tensor:
-    return weight.new_empty((0, weight.shape[1] // BLOCK), dtype=torch.int32)

@@ -56,8 +56,6 @@ class WeightSync:
     def _push(self, version: int) -> None:
         engine, backend, verifier = self.engine, self._backend, self._verifier
         self._nbytes = 0
-        if backend.push_weights(engine, version):
-            return
         weights = self._counted(backend.hf_weights(engine.weight_naming))
         engine.update_weights(verifier.record(weights) if verifier else weights, version)
 

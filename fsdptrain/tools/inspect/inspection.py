@@ -17,16 +17,12 @@ from fsdptrain.config import Config
 from fsdptrain.errors import NumericsError
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
-from fsdptrain.features.fused_logprobs.feature import usable_passes
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.liger.feature import obstacle
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
 from fsdptrain.features.model_parallel.plan import split_plan_of
-from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
-from fsdptrain.features.prefix_sharing.probe import structural_obstacle
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.estimate import Shapes
 from fsdptrain.model.attention.attention import resolve_attention
@@ -86,8 +82,6 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         kernels=[
             *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
             *liger,
-            _logprobs(config),
-            *([] if probe is None else [_prefixes(config, model, probe)]),
         ],
         device_type=device_type,
     )
@@ -147,22 +141,6 @@ def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
             if problem
             else Kernel("norms, MLPs", "liger")
         )
-
-
-def _logprobs(config: Config) -> Kernel:
-    """Report what makes the passes over the logits: --logprob-kernel."""
-    section = config.section(FusedLogprobsConfig)
-    if not section.tries(config, on_gpu=platform.device_type() == "cuda"):
-        return Kernel("logprobs", "eager")
-    _, problem = usable_passes(config)
-    return Kernel("logprobs", "eager", wanted="triton", reason=problem) if problem else Kernel("logprobs", "triton")
-
-
-def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:
-    """Report how shared prompts are computed. Never a fallback: installing a package would not change it."""
-    obstacle = config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
-    obstacle = obstacle or structural_obstacle(model, layout=probe.layout, attention=probe.attention)
-    return Kernel("prompts of a group", f"recomputed per sample: {obstacle}" if obstacle else "computed once")
 
 
 def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:

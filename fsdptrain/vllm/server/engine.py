@@ -22,7 +22,6 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import Naming
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
-from fsdptrain.vllm.adapter import write_adapter
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
 from fsdptrain.vllm.options import routes_of, sampling_options
 from fsdptrain.vllm.server.client import Deadline, Generation, VLLMClient
@@ -70,7 +69,6 @@ class VLLMServerEngine:
         self._run_id = run_id
         self._processes, self._folder = processes, folder
         self._has_weights = False  # nor during a sync
-        self._takes_adapters = False
         self._num_in_flight = Counter[str]()  # requests by URL; changed by the event loop alone
         self._slots = asyncio.Semaphore(_max_connections(len(clients)))
         self._is_syncing = self._is_closed = False
@@ -86,19 +84,6 @@ class VLLMServerEngine:
             if error is not None:
                 raise error
         self._switch(policy_version, files)
-
-    def update_adapter(
-        self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
-    ) -> None:
-        """Push a LoRA adapter that replaces the previous one; the base weights are the checkpoint's. Collective."""
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-        adapter = None
-        with raise_on_all_ranks(RolloutError, "--lora-sync adapter"):
-            if self._folder is not None:
-                adapter = self._folder.make_subfolder("adapter")
-                write_adapter(adapter, tensors, write_config)
-        self._switch(policy_version, [], adapter)
-        self._takes_adapters = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
@@ -160,13 +145,12 @@ class VLLMServerEngine:
         except OSError as error:
             return [], error
 
-    def _switch(self, policy_version: int, files: Sequence[Path], adapter: Path | None = None) -> None:
+    def _switch(self, policy_version: int, files: Sequence[Path]) -> None:
         """Rank 0 pushes weights to all servers. Collective."""
-        previous = self._tag_of(self.policy_version) if self._takes_adapters else None
         with self._syncing():
             with raise_on_all_ranks(RolloutError, _FLAG):
                 if self._folder is not None:
-                    weights = Weights(files, self._tag_of(policy_version), previous, adapter)
+                    weights = Weights(files, self._tag_of(policy_version))
                     self._loop.run(self._switch_all(weights))
             self.policy_version, self._has_weights = policy_version, True
 
@@ -206,8 +190,6 @@ class VLLMServerEngine:
     def _generate(
         self, version: int, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
     ) -> list[Completion]:
-        if self._takes_adapters:
-            options["model"] = self._tag_of(version)
         return self._loop.run(self._generate_all(prompts, sampling, version, options))
 
     async def _generate_all(

@@ -28,7 +28,6 @@ MIDDLEWARE: Mapping[str, Any] = {"middleware": "fsdptrain.vllm.worker.auth.ApiKe
 _ENVIRONMENT = {
     **ENVIRONMENT,
     "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight transfer
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the routes of adapters, with --enable-lora
 }
 # On a CPU vLLM would bind the workers of all servers to the same first cores. [vLLM 0.32]
 _DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

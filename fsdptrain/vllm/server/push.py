@@ -25,8 +25,6 @@ class Weights:
 
     files: Sequence[Path]
     tag: str  # run id, slash, version
-    previous_tag: str | None = None  # of the previous adapter
-    adapter: Path | None = None  # folder of a LoRA adapter, instead of `files`
 
 
 async def push(
@@ -43,12 +41,7 @@ async def push(
     the new weights. Otherwise they are aborted.
     """
     await client.post(f"/pause?mode={'keep' if keep_requests else 'abort'}", timeout=deadline.left)
-    if weights.adapter is not None:
-        if weights.previous_tag is not None:
-            await client.post("/v1/unload_lora_adapter", {"lora_name": weights.previous_tag}, timeout=deadline.left)
-        body = {"lora_name": weights.tag, "lora_path": str(weights.adapter.resolve())}
-        await client.post("/v1/load_lora_adapter", body, timeout=deadline.left)
-    elif transfer == "file":
+    if transfer == "file":
         await load_files(client, weights.files, deadline)
     else:
         await send_files(client, weights.files, deadline, transfer)

@@ -82,13 +82,6 @@ class WeightFolder:
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, self._buffer[:size].numpy().data
 
-    def make_subfolder(self, name: str) -> Path:
-        """An empty folder beside the files."""
-        folder = self.path / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        return folder
-
     def delete(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -9,14 +9,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
-from fsdptrain.features.activation_memory.offload import enable_activation_offload
 from fsdptrain.features.compile.feature import check_compiler, compile_layers
-from fsdptrain.fsdp.transfers import Transfers
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.seam import CPU, random_pack
+from tests.seam import random_pack
 
 OF_ROUNDING = 5.0  # times the error of float32 without the compiler
 PACKS = [(7, 1, 12, 3), (30,), (2, 2, 2), (40, 10, 4, 4), (1, 1), (17,)]
@@ -36,8 +34,7 @@ def model_of(name: str, *, compiler: CompileCounterWithBackend | None, recompute
     if compiler is not None:
         compile_layers(model, backend=compiler)
     if recomputed:
-        enable_gradient_checkpointing(model)
-        enable_activation_offload(model, Transfers(CPU))
+        enable_gradient_checkpointing(model, on_host=True)
     install_policy_forward(model, chunk_size=64)
     return model
 

@@ -26,8 +26,8 @@ class NoHostReads(TorchDispatchMode):
 
 
 @settings(max_examples=50, deadline=None)
-@given(segments=SEGMENT_LISTS, size=st.integers(2, 4), layout=st.sampled_from(["packed", "padded"]))
-def test_each_token_is_on_one_rank_and_the_host_reads_nothing(segments, size, layout) -> None:
+@given(segments=SEGMENT_LISTS, size=st.integers(2, 4))
+def test_each_token_is_on_one_rank_and_the_host_reads_nothing(segments, size) -> None:
     batch = plain_batch(segments, device=CPU)
     mask = torch.arange(batch.num_tokens) % 3 == 1
     positions = positions_of(mask)
@@ -36,7 +36,7 @@ def test_each_token_is_on_one_rank_and_the_host_reads_nothing(segments, size, la
     for rank in range(size):
         group = UlyssesGroup(None, rank, size)  # type: ignore[arg-type] # nothing is sent
         with NoHostReads():
-            rows = UlyssesRows(batch, layout, group)
+            rows = UlyssesRows(batch, group)
             tokens, with_loss = rows.tokens, rows.loss_positions
             found = rows.gather(rows.scatter(batch.input_ids, fill=0))
         assert torch.equal(found, batch.input_ids[tokens])

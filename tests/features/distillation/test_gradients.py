@@ -34,17 +34,15 @@ TOLERANCE = 1e-9  # of the norm of a parameter's gradient
 class Case:
     options: dict[str, Any]
     beta: float | None = None  # None: the token form
-    top_k: int | None = None
     advantages: bool = False
 
 
-JSD = {"opd_loss": "jsd"}
+JSD = {"opd_loss": "jsd", "opd_top_k": TOP_K}
 CASES = {
     "token": Case({}),
     "token and reward": Case({}, advantages=True),
     "jsd": Case({**JSD, "opd_beta": 0.3}, beta=0.3),
     "jsd and reward": Case({**JSD, "opd_beta": 1.0}, beta=1.0, advantages=True),
-    "jsd of top tokens": Case({**JSD, "opd_beta": 0.5, "opd_top_k": TOP_K}, beta=0.5, top_k=TOP_K),
 }
 
 
@@ -98,15 +96,13 @@ def expected(student: str, teacher: str, case: Case) -> dict[str, Tensor]:
         reward = sample.advantage + (COEF * (others - ours.detach()) if case.beta is None else 0.0)
         loss = -(reward * ours).sum()
         if case.beta is not None:
-            loss += COEF * divergence(logits, theirs, case.beta, case.top_k).sum()
+            loss += COEF * divergence(logits, theirs, case.beta).sum()
         (loss / total).backward()
     return {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
 
 
-def divergence(logits: Tensor, theirs: Tensor, beta: float, top_k: int | None) -> Tensor:
-    if top_k is None:
-        return generalized_jsd(logits.log_softmax(-1), theirs.log_softmax(-1), beta)
-    ids = theirs.topk(top_k).indices
+def divergence(logits: Tensor, theirs: Tensor, beta: float) -> Tensor:
+    ids = theirs.topk(TOP_K).indices
     return generalized_jsd(with_rest(logits, ids), with_rest(theirs, ids), beta)
 
 

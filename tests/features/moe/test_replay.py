@@ -9,8 +9,8 @@ from transformers import DeepseekV2Config, PhimoeConfig
 
 from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
-from fsdptrain.features.moe.checks import aux_loss_coef, check_replay, replay_refusal
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.moe.checks import check_replay, replay_refusal
 from fsdptrain.model.policy import policy_logprobs
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import expert_choice
@@ -22,11 +22,11 @@ from tests.seam import install_replay, random_pack, routed_logprobs
 LENGTHS = [7, 1, 12, 3]
 
 
-def replaying(name: str, *, recomputed: CheckpointingKind | None = None, **changes):
+def replaying(name: str, *, recomputed: bool = False, **changes):
     """A small model whose forward scores packs, with its replay."""
     model = zoo.build(name, **changes)
-    if recomputed is not None:
-        enable_gradient_checkpointing(model, kind=recomputed)
+    if recomputed:
+        enable_gradient_checkpointing(model)
     return model, install_replay(model)
 
 
@@ -93,10 +93,9 @@ def test_a_token_without_a_route_uses_the_router():
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_gradient_checkpointing_recomputes_the_same_experts(layout, kind):
+def test_gradient_checkpointing_recomputes_the_same_experts(layout):
     """Also when other packs are scored between a forward pass and its backward pass."""
-    plain, checkpointed = replaying("qwen3_moe"), replaying("qwen3_moe", recomputed=kind)
+    plain, checkpointed = replaying("qwen3_moe"), replaying("qwen3_moe", recomputed=True)
     batch = random_pack(LENGTHS)
     _, _, routes = run(plain, batch, layout, with_routes=True)
     given = dataclasses.replace(batch, routes=foreign(routes, 6))
@@ -133,15 +132,6 @@ def test_models_that_cannot_be_replayed_are_refused_with_the_reason():
     assert caught.value.key == "router_replay"
     broken = zoo.build("qwen3_moe", num_experts=4, num_experts_per_tok=4)
     assert replay_refusal(broken) == "it always takes all experts"
-
-
-def test_the_coefficient_may_come_from_the_model_config():
-    assert aux_loss_coef(zoo.config("qwen3"), 0.0) == 0.0
-    assert aux_loss_coef(zoo.config("mixtral", router_aux_loss_coef=0.02), "config") == 0.02
-    assert aux_loss_coef(zoo.config("mixtral", router_aux_loss_coef=0.02), 0.5) == 0.5
-    for name, reason in {"qwen3": "which has no experts", "deepseek_v3": "no router_aux_loss_coef"}.items():
-        with pytest.raises(NoEffectError, match=f"--router-aux-loss-coef has no effect on {name}.*{reason}"):
-            aux_loss_coef(zoo.config(name), "config")
 
 
 def test_the_check_restores_the_random_state():

@@ -18,15 +18,10 @@ from fsdptrain.data.packing.pack import pack
 from fsdptrain.data.packing.prefixes import share_prefixes
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
-from fsdptrain.features.prefix_sharing.probe import (
-    PrefixProbe,
-    probe_prefixes,
-    require_prefixes,
-    structural_obstacle,
-)
+from fsdptrain.features.prefix_sharing.probe import probe_prefixes, require_structure
 from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
-from fsdptrain.model.probes.layout import choose_layout, probe_segments
+from fsdptrain.model.probes.layout import LayoutProbe, choose_layout, probe_segments
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
 from tests.exact import Exact, in_float64
@@ -96,25 +91,15 @@ def test_losses_and_gradients_of_attention_models_are_exact(name: str) -> None:
     assert gradient < 1e-11
 
 
-def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PrefixProbe:
+def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> float:
     layout = choose_layout(model, "auto", vocab_size=zoo.VOCAB_SIZE, compute_dtype=dtype, device=CPU)
-    chosen: dict[str, Any] = {"layout": layout.layout, "attention": layout.attention, "tolerance": layout.tolerance}
-    return probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), **chosen, device=CPU)
+    return probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), layout, device=CPU)
 
 
 @pytest.mark.parametrize("name", only(["qwen3", "gpt_oss"], PACKED))
 def test_the_probe_accepts_attention_models(name: str) -> None:
     with Exact():
-        found = probe(in_float64(policy_model(name)))
-    assert (found.shares, found.reason) == (True, "")
-    assert found.max_difference < 1e-12
-
-
-def test_a_recurrent_model_does_not_share_and_the_report_gives_the_reason() -> None:
-    found = probe(policy_model("qwen3_next"))
-    assert not found.shares
-    assert found.line == "prompts of a group: computed for each sample (its recurrent mixers carry a state through " \
-        "each sequence)"  # fmt: skip
+        assert probe(in_float64(policy_model(name))) < 1e-12
 
 
 def test_layers_with_a_short_convolution_do_not_share() -> None:
@@ -136,10 +121,9 @@ def test_layers_with_a_short_convolution_do_not_share() -> None:
     install_policy_forward(model, chunk_size=16, features=prefix_sharing())
     register_attention()
     model.set_attn_implementation(SEGMENTS)
-    chosen: dict[str, Any] = {"layout": "packed", "attention": SEGMENTS, "tolerance": 1e-4}
-    found = probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), **chosen, device=CPU)
-    assert not found.shares
-    assert "differs by" in found.reason
+    layout = LayoutProbe("packed", SEGMENTS, max_difference=0.0, tolerance=1e-4)
+    with pytest.raises(ConfigError, match="--prefix-sharing: it differs by"):
+        probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), layout, device=CPU)
 
 
 def blind_to(what: str) -> Any:
@@ -165,16 +149,13 @@ def test_an_attention_without_the_right_prefix_is_found(name, changes, what, dty
     ours = ALL_ATTENTION_FUNCTIONS[SEGMENTS]
     AttentionInterface.register(SEGMENTS, blind_to(what))
     try:
-        found = probe(model, dtype)
+        with pytest.raises(ConfigError, match=r"--prefix-sharing: (it differs by|one sequence moves)"):
+            probe(model, dtype)
     finally:
         AttentionInterface.register(SEGMENTS, ours)
-    assert not found.shares
-    assert found.reason.startswith(("it differs by", "one sequence moves"))
 
 
 def test_a_recurrent_model_is_refused_before_its_files_are_read() -> None:
-    with torch.device("meta"):
-        obstacles = {name: structural_obstacle(zoo.build(name)) for name in ("qwen3", "qwen3_next")}
-    require_prefixes(obstacles["qwen3"])
-    with pytest.raises(ConfigError, match=r"--prefix-sharing on: its recurrent mixers .*remove it"):
-        require_prefixes(obstacles["qwen3_next"])
+    require_structure(zoo.meta("qwen3"))
+    with pytest.raises(ConfigError, match=r"--prefix-sharing: its recurrent mixers .*remove it"):
+        require_structure(zoo.meta("qwen3_next"))

@@ -83,7 +83,7 @@ def test_the_layout_probe_includes_images(name: str, tmp_path):
 def test_adapters_are_for_the_text_unless_the_tower_is_named(name: str):
     model = vision_zoo.build(name)
     inside = {n for n, _ in language_model(model).named_modules()}
-    for targets in (["all-linear"], ["attention"], ["q_proj"]):
+    for targets in (["all-linear"], ["q_proj"]):
         found = find_targets(model, LoraConfig(rank=4, targets=targets).targets).modules
         assert found
         assert all(any(target.endswith(n) for n in inside if n) and "vis" not in target for target in found)

@@ -121,7 +121,6 @@ def test_evaluation_needs_prompts_and_a_time():
         ({"loss": "my.losses:mine"}, "--loss my.losses:mine"),
         ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1"),
         ({"entropy_coef": 0.01}, "--entropy-coef 0.01"),
-        ({"router_aux_loss_coef": "config"}, "--router-aux-loss-coef config"),
     ],
     ids=str,
 )

@@ -116,7 +116,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
     adapter = ["--lora-rank", "8"]
     extra = {
         "load_in_4bit": adapter,
-        "load_in_8bit": adapter,
+        "offload_activations": ["--gradient-checkpointing"],
         "fp16": ["--no-bf16"],
         "prompt_data_streaming": ["--prompt-data", "x.jsonl"],
         "sft_eval_generate": ["--algorithm", "sft"],

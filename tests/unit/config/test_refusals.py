@@ -109,7 +109,6 @@ COMPUTED = """
 --opd-teacher y --algorithm gspo | --opd-loss token; --loss gspo | --opd-loss jsd
 --opd-teacher y --tensor-parallel-size 2 | --opd-teacher; --tensor-parallel-size | --opd-teacher http://127.0.0.1:8000
 --opd-teacher http://127.0.0.1:8000 --rollout-temperature 0.7 | --opd-teacher; --rollout-temperature 0.7 | --rollout-temperature 1.0
---opd-teacher http://127.0.0.1:8000 --opd-loss jsd | --opd-teacher; --opd-top-k | --opd-top-k 8
 --opd-teacher y --opd-loss jsd --epochs-per-rollout 2 | --opd-loss jsd; --epochs-per-rollout 2 | --epochs-per-rollout 1
 --hf-checkpoint '' | --hf-checkpoint; Qwen/Qwen3-4B | --hf-checkpoint x
 --fp16 --bf16 | --fp16; --no-bf16 | --no-bf16
@@ -139,7 +138,6 @@ COMPUTED = """
 --context-parallel-size 2 --rollout-max-response-len 16384 | --rollout-max-response-len 16384; --max-tokens-per-gpu 8192 x --context-parallel-size 2 | --context-parallel-size 4 --rollout-max-batch-tokens 65536
 --reward-timeout 301 | --dist-timeout 1800; 3 x --reward-timeout is 903 s | --reward-timeout 300
 --reward-timeout 200 --max-staleness 1 --mismatch-correction tis | --dist-timeout 1800; for each of 2 rollouts (--max-staleness 1) is 450 s; 3 x --reward-timeout is 600 s | --dist-timeout 2400
---lora-rank 8 --lora-sync adapter --rollout-engine vllm-server --rollout-num-servers 2 --max-staleness 1 --mismatch-correction tis | --lora-sync; --max-staleness 1
 --algorithm sft --rollout-batch-size 8 --global-batch-size 4 | --rollout-batch-size | --rollout-batch-size 4
 --n-samples-per-prompt 1 | --n-samples-per-prompt; at least 2 | --n-samples-per-prompt 2
 --n-samples-per-prompt 1 | --n-samples-per-prompt | --advantage-estimator my.advantages:baseline
@@ -154,7 +152,6 @@ COMPUTED = """
 --global-batch-size 64 --algorithm gspo --is-cap-high 2.0 | --is-cap-high; --loss gspo | --algorithm cispo
 --algorithm cispo --is-cap-high 2.0 | --is-cap-high; ratio is always 1 | --global-batch-size 64
 --global-batch-size 64 --sapo-tau-pos 2.0 | --sapo-tau-pos; --loss grpo | --loss sapo
---prime-rl-kl-coef 0.1 | --prime-rl-kl-coef; --loss grpo | --algorithm prime_rl
 --algorithm prime_rl --use-rollout-logprobs | --use-rollout-logprobs; prime_rl | --algorithm grpo
 --algorithm prime_rl --mismatch-correction tis | --mismatch-correction; prime_rl | --algorithm grpo
 --max-staleness 1 | --max-staleness 1; --mismatch-correction tis | --mismatch-correction tis
@@ -168,7 +165,6 @@ COMPUTED = """
 --overlong-penalty 1.0 --overlong-buffer 4096 | --overlong-buffer 4096; --rollout-max-response-len 2048 | --overlong-buffer 2048
 --router-replay scoring | --router-replay; --router-replay rollout | --global-batch-size 64
 --global-batch-size 64 --router-replay scoring --use-rollout-logprobs | --router-replay; the policy is not scored | --router-replay rollout
---router-aux-loss-coef -0.1 | --router-aux-loss-coef; `config`; -0.1 | --router-aux-loss-coef config
 --global-batch-size 100 | --global-batch-size 100; 32; 8; 256; e.g. 64 | --global-batch-size 64
 --global-batch-size 512 | --global-batch-size 512; e.g. 256 | --global-batch-size 64
 --global-batch-size 64 --steps-per-rollout 3 | --steps-per-rollout 3; make 4 steps of 64 | --steps-per-rollout 4

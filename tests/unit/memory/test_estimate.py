@@ -114,7 +114,6 @@ def test_each_named_flag_takes_less_and_states_what_is_needed_then():
         words, size = line.removesuffix(" GiB)").rsplit(" (", 1)
         assert float(size) < given.device / GIB
         assert words.startswith("--")
-    assert not [line for line in flags if "selective" in line]  # keeps more
     by_number = [need(Machine(n)).device for n in (1, 2, 8, 64)]
     assert by_number == sorted(by_number, reverse=True)
 

@@ -127,9 +127,6 @@ class Naming(FakeRolloutEngine):
 
 def test_weights_are_pushed_under_the_names_that_the_engine_wants() -> None:
     class Backend:
-        def push_weights(self, engine: Any, version: int) -> bool:
-            return False
-
         def hf_weights(self, naming: str) -> Any:
             return [(naming, torch.ones(1))]
 
@@ -141,9 +138,6 @@ def test_weights_are_pushed_under_the_names_that_the_engine_wants() -> None:
 
 def test_the_bytes_of_a_sync_are_those_of_the_weights() -> None:
     class Backend:
-        def push_weights(self, engine: Any, version: int) -> bool:
-            return False
-
         def hf_weights(self, naming: str) -> Any:
             return [("a", torch.ones(3)), ("b", torch.ones(4).bfloat16())]
 
