@@ -16,7 +16,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
 from fsdptrain.algo.shaping import overlong, without_truncated
 from fsdptrain.algo.weights import AGGREGATIONS
-from fsdptrain.config import AlgorithmConfig, RefConfig
+from fsdptrain.config import AlgorithmConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, MISMATCH_BOUNDS, OLD_POLICY, PRESETS, Preset
 from fsdptrain.model import logprobs, truncation
@@ -175,8 +175,6 @@ def algorithms_page() -> str:
     estimators = {f"`{k}`": v for k, v in KL_ESTIMATORS.items()}
     parts.append(_section("KL to the reference: `--kl-loss-type`", estimators))
     parts += [KL_HEAD, f"\n`--use-unbiased-kl`: {_help('use_unbiased_kl')}\n"]
-    renewed = _flow(RefConfig.model_fields["update_interval"].description)
-    parts.append(f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n")
     parts.append(CORRECTION_HEAD)
     parts += [
         "| `{}` | {} | {:g}, {:g} | {} |\n".format(name, _cell(c.formula), *MISMATCH_BOUNDS[name], _cell(c.source))

@@ -147,10 +147,6 @@ class TrainBackend(Protocol):
         """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs."""
         ...
 
-    def update_reference(self) -> None:
-        """Copy the current policy into the reference. Later checkpoints include the new reference."""
-        ...
-
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors in the compute dtype, layer by layer, on the device. Every rank gets every tensor."""
         ...

@@ -142,7 +142,6 @@ class Keywords(TypedDict, total=False):
     max_staleness: int
     offload_train: bool
     ref_load: str | None
-    ref_update_interval: int | None
     output_dir: str
     num_rollout: int
     seed: int

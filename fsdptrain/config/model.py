@@ -166,12 +166,3 @@ class RefConfig(Section):
 
     load: Annotated[str | None, RL_ONLY, NEEDS_KL] = None
     """Checkpoint of the reference model, with the same shapes. Default: --hf-checkpoint."""
-    update_interval: Annotated[int | None, RL_ONLY, NEEDS_KL] = Field(default=None, ge=1)
-    """Update the reference to the current policy every this many rollouts. Default: never. [rollouts]"""
-
-    def problems(self, config: "Config") -> Iterator[Problem]:
-        if self.update_interval == 1 and config.on_policy and config.needs_reference:
-            yield (
-                "--ref-update-interval 1 makes every KL divergence 0 when each rollout is one optimizer step, as the "
-                f"policy is its own reference: raise it, or set --global-batch-size below {config.samples_per_rollout}"
-            )

@@ -85,7 +85,6 @@ class FSDPBackend:
             config, self.checkpoint_path, self._meshes, features=self.features, before_load=before_load
         )
         self._reference = self._choose_bank(bank)
-        self._reference_moved = False  # whether `update_reference` was called
         self.layout_probe = self._verify_model()
         fp16 = config.model.fp16
         with raise_on_all_ranks(ConfigError, "--optimizer"):
@@ -146,12 +145,6 @@ class FSDPBackend:
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | of_features
         return metrics | self._optimizer.end_step(norm_value, finite=finite)
-
-    def update_reference(self) -> None:
-        """Make the current policy the reference. Later checkpoints contain it."""
-        assert self._stash is None, "onload comes before update_reference"
-        self._bank.copy_from(self._model)
-        self._reference_moved = True
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors in the compute dtype on the device, layer by layer.
@@ -214,7 +207,6 @@ class FSDPBackend:
             self._optimizer,
             step=step,
             adapter=self._adapter_identity,
-            reference=self._bank.tensors(self._model) if self._reference_moved else None,
             stager=self._stager,
         )
 
@@ -223,23 +215,11 @@ class FSDPBackend:
         from fsdptrain.fsdp.checkpoint import load_checkpoint
 
         assert not self._is_away, "onload comes before load"
-        reference = None
-        if self._reference is not None:
-            with self.features.without():  # a loaded reference has no adapter
-                reference = self._reference.tensors(self._model)
-        step, self._reference_moved = load_checkpoint(
-            directory, self._model, self._optimizer, adapter=self._adapter_identity, reference=reference
-        )
-        return step
+        return load_checkpoint(directory, self._model, self._optimizer, adapter=self._adapter_identity)
 
     @property
     def _adapter_identity(self) -> str | None:
         return None if self.features.adapter is None else self.features.adapter.identity()
-
-    @property
-    def _bank(self) -> "ReferenceBank":
-        assert self._reference is not None, "there is no reference of its own weights"
-        return self._reference
 
     @contextmanager
     def _weights_of(self, role: ModelRole) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -33,26 +32,21 @@ def save_checkpoint(
     *,
     step: int,
     adapter: str | None = None,
-    reference: Mapping[str, Tensor] | None = None,
     stager: HostStager | None = None,
 ) -> Future[Any] | None:
     """Write model, optimizer and random states into the existing `directory`. Collective.
 
     Args:
         adapter: description of the adapter and its frozen weights, if only the adapter is trained and written.
-        reference: the reference, if it has changed since the start of the run.
         stager: copies the tensors; the copies are then written in a thread, and this returns its future.
     """
     reshard(model)
-    tensors = _tensors(model, optimizer, only_trained=adapter is not None) | _of_reference(reference or {})
-    has_reference, identity = reference is not None, _identity(model, adapter)
-    write_state(directory, step=step, model=identity, optimizer=optimizer.state_dict(), has_reference=has_reference)
+    tensors = _tensors(model, optimizer, only_trained=adapter is not None)
+    write_state(directory, step=step, model=_identity(model, adapter), optimizer=optimizer.state_dict())
     return write_shards(directory / _SHARDS, tensors, stager)
 
 
-def write_state(
-    directory: Path, *, step: int, model: dict[str, Any], optimizer: dict[str, Any], has_reference: bool = False
-) -> None:
+def write_state(directory: Path, *, step: int, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
     """Write all state that is not a tensor, and this rank's random states. model: its fingerprint. Collective."""
     state = {
         "format": _FORMAT,
@@ -60,7 +54,6 @@ def write_state(
         "world_size": dist.get_world_size(),
         "model": model,
         "optimizer": optimizer,
-        "has_reference": has_reference,
     }
     with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be written"):
         _save_rng(directory / _RNG.format(rank=dist.get_rank()))
@@ -74,9 +67,8 @@ def load_checkpoint(
     optimizer: Optimizer,
     *,
     adapter: str | None = None,
-    reference: Mapping[str, Tensor] | None = None,
-) -> tuple[int, bool]:
-    """Load in place what `save_checkpoint` wrote. Returns its step and whether `reference` was loaded. Collective.
+) -> int:
+    """Load in place what `save_checkpoint` wrote. Returns its step. Collective.
 
     On the same number of ranks the run continues bitwise. On a larger number, a rank without saved random state keeps
     its current one. Raises CheckpointError on every rank; never restarts silently.
@@ -86,14 +78,12 @@ def load_checkpoint(
     with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be read"):
         state = read_state(directory, _identity(model, adapter))
     optimizer.create_state(state["optimizer"])
-    tensors, with_reference = _tensors(model, optimizer, only_trained=adapter is not None), False
-    if reference is not None and state.get("has_reference"):
-        tensors, with_reference = tensors | _of_reference(reference), True
+    tensors = _tensors(model, optimizer, only_trained=adapter is not None)
     read_shards(directory / _SHARDS, tensors, remedy=_REMEDY)
     with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be read"):
         optimizer.load_state_dict(state["optimizer"])
         load_rng(directory)
-    return state["step"], with_reference
+    return state["step"]
 
 
 def _identity(model: nn.Module, adapter: str | None) -> dict[str, Any]:
@@ -104,10 +94,6 @@ def _tensors(model: nn.Module, optimizer: Optimizer, *, only_trained: bool) -> d
     chosen = {name: t for name, t in model_tensors(model).items() if t.requires_grad or not only_trained}
     weights = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in chosen.items()}  # views
     return weights | {f"optimizer.{name}": t for name, t in optimizer.tensors().items()}
-
-
-def _of_reference(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"reference.{name}": torch.atleast_1d(t) for name, t in reference.items()}
 
 
 def read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The checkpoints of a run: complete folders only, oldest deleted first.
 
 <output_dir>/checkpoints/step_00000050/
-    shards/*.safetensors     model (or only its adapter), optimizer, and the reference if it has changed since the start
-                             of the run, by torch.distributed.checkpoint
+    shards/*.safetensors     model (or only its adapter) and optimizer, by torch.distributed.checkpoint
     rng-00000.json           random states of rank 0, and so on
     trainer.json             counters, schedule, loss scale, fingerprint of the model
     ...                      files added by the caller of `CheckpointFolder.write`

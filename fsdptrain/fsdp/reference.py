@@ -17,7 +17,7 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.feature import Features
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.fsdp.shards import describe, fingerprint, local_shard, model_tensors, with_shard
+from fsdptrain.fsdp.shards import describe, fingerprint, local_shard
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.structure import reshard
 
@@ -29,22 +29,6 @@ class ReferenceBank:
         reshard(source)
         self.fingerprint = fingerprint(source)
         self._bank = [_host_copy(tensor) for tensor in _live_tensors(source)]
-
-    @torch.no_grad()
-    def copy_from(self, model: nn.Module) -> None:
-        """Copy the current weights of `model`, which is sharded like the source."""
-        reshard(model)
-        for live, banked in zip(_live_tensors(model), self._bank, strict=True):
-            banked.copy_(live, non_blocking=True)
-        if platform.has_accelerator():
-            torch.accelerator.synchronize()  # `model` may change from here on
-
-    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return what a checkpoint of the reference holds, sharded like `model`. Outside of `swapped_into`."""
-        reshard(model)  # a gathered parameter is a plain tensor, which does not tell how its shards lie
-        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-        banked = dict(zip(names, self._bank, strict=True))
-        return {name: with_shard(tensor, banked[name]) for name, tensor in model_tensors(model).items()}
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:

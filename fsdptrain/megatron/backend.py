@@ -13,10 +13,9 @@ from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
-from fsdptrain.distributed import any_rank, raise_on_all_ranks
+from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.feature import NO_FEATURES
-from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
@@ -29,7 +28,6 @@ from fsdptrain.megatron.model import build_model, build_options, has_transformer
 from fsdptrain.megatron.parity import check_parity, small_models
 from fsdptrain.megatron.report import kernels_of, report_lines
 from fsdptrain.megatron.storage import (
-    REFERENCE,
     export_hf,
     identity,
     load_checkpoint,
@@ -84,7 +82,6 @@ class MegatronBackend:
         self._wrapped = wrap(self._model)
         self._masters = masters = Masters(self._wrapped)
         self._reference = self._load()
-        self._reference_moved = False
         self._optimizer = Optimizer(
             self._model,
             config.optim,
@@ -151,11 +148,6 @@ class MegatronBackend:
             self._masters.publish()
         return metrics
 
-    def update_reference(self) -> None:
-        """Copy the current policy to the reference. Later checkpoints include the reference."""
-        self._bank.copy_from(self._model)
-        self._reference_moved = True
-
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors in the compute dtype on the device, layer by layer. All ranks must iterate to the end."""
         stream = self.weights.stream(dtype=self.compute_dtype)
@@ -170,20 +162,10 @@ class MegatronBackend:
     def save(self, directory: Path, step: int) -> None:
         """Save to an existing folder: see `CheckpointFolder.write`."""
         save_checkpoint(directory, self.weights, self._masters, self._optimizer, step=step, model=self._identity)
-        if self._reference_moved:
-            with self._bank.swapped_into(self._model):
-                failure = f"checkpoint {directory} cannot be written"
-                write_stream(directory / REFERENCE, self.weights.stream(), failure=failure)
 
     def load(self, directory: Path) -> int:
         """Load a checkpoint and return its step. Raises CheckpointError."""
-        step = load_checkpoint(directory, self.weights, self._masters, self._optimizer, model=self._identity)
-        self._reference_moved = self._reference is not None and any_rank((directory / REFERENCE).is_dir())
-        if self._reference_moved:
-            kept = self._bank.swapped_into(self._model)
-            with kept, named_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, f"{directory}"):
-                load_tensors(directory / REFERENCE, self.weights)
-        return step
+        return load_checkpoint(directory, self.weights, self._masters, self._optimizer, model=self._identity)
 
     def _load(self) -> ReferenceBank | None:
         """Load --hf-checkpoint into the model.

@@ -4,7 +4,6 @@ The files do not depend on the parallel sizes, so a run can resume with differen
 the same table as the weights, which only rearranges values.
 
     <checkpoint>/weights/*.safetensors, exp_avg/, exp_avg_sq/    float32 masters and moments, bitwise exact
-    <checkpoint>/reference/*.safetensors                         compute dtype
     <checkpoint>/trainer.json, rng-*.json                        as under FSDP
 
 Rank 0 writes tensor by tensor while all ranks gather.
@@ -33,7 +32,7 @@ from fsdptrain.megatron.masters import Masters
 from fsdptrain.megatron.weights import WeightMap, open_files
 from fsdptrain.model.loading.files import named_in_errors
 
-WEIGHTS, REFERENCE, MOMENTS = "weights", "reference", ("exp_avg", "exp_avg_sq")
+WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 
 
 def identity(stock: PreTrainedModel, weights: WeightMap) -> dict[str, Any]:

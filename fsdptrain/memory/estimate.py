@@ -209,8 +209,6 @@ class Shapes:
         if config.run.async_save:
             state = self.state(pinned=pinned)
             found["the checkpoint in writing"] = state["weights"] + state["optimizer state"]
-            if config.stores_reference and config.ref.update_interval is not None:  # a moving reference too
-                found["the checkpoint in writing"] += state["weights"]
         return found
 
     @property

@@ -158,7 +158,6 @@ class TrainingLoop:
             steps = in_epochs(steps, self._config.batch.epochs_per_rollout, seed=f"{self._rules.seed}/{self.step}")
             trained = self._optimize(steps)
             self._progress.step += 1
-            self._update_reference()
             if self._weight_sync is not None:
                 self._weight_sync.observe(trained)
             self._push_weights()  # to the engine, then verify
@@ -190,11 +189,6 @@ class TrainingLoop:
             found = [self._backend.train_step(step.packs, self._loss, self._config.algorithm) for step in steps]
             self._progress.count_updates(found)
             return metrics.mean_metrics(found, [step.packs[0].num_trained_tokens for step in steps])
-
-    def _update_reference(self) -> None:
-        interval = self._config.ref.update_interval
-        if interval is not None and self.step % interval == 0:
-            self._backend.update_reference()
 
     def _push_weights(self) -> None:
         """If the engine generates before the next optimizer step; else it stays asleep."""

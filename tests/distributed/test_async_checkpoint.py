@@ -17,7 +17,6 @@ import torch.distributed as dist
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shard_files import HostStager
 from fsdptrain.fsdp.shards import local_shard
 from tests.testing import spawn
@@ -51,10 +50,9 @@ class Watch:
         assert self.may_go_on.wait(60)
 
 
-def saver(model, optimizer, step, bank=None, stager=None):
+def saver(model, optimizer, step, stager=None):
     """What a backend does for `CheckpointFolder.write`."""
-    reference = None if bank is None else bank.tensors(model)
-    return partial(save_checkpoint, model=model, optimizer=optimizer, step=step, reference=reference, stager=stager)
+    return partial(save_checkpoint, model=model, optimizer=optimizer, step=step, stager=stager)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -67,21 +65,19 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def write_both_ways(directory: str):
     """At once, and in a thread that is held until three more steps have changed all that it writes."""
     model, optimizer = build()
-    bank = ReferenceBank(model)  # differs from the policy
     stager = HostStager(60)
     at_once, later = (CheckpointFolder(Path(directory) / name, keep_last=2) for name in ("at-once", "later"))
     watch = Watch(FIRST_SHARDS)
     found = []
     for step in (3, 6):  # the second time into the same host memory
         train(model, optimizer, range(step - 3, step))
-        at_once.write(step, saver(model, optimizer, step, bank))
+        at_once.write(step, saver(model, optimizer, step))
         watch.may_go_on.clear()
         watch.was_there.clear()
         watch.act = watch.hold
-        later.write(step, saver(model, optimizer, step, bank, stager))
+        later.write(step, saver(model, optimizer, step, stager))
         assert watch.was_there.wait(60)
         before = [local_shard(p).clone() for p in model.parameters()]
-        bank.copy_from(model)
         train(model, optimizer, range(step, step + 3))
         changed = any(not torch.equal(a, local_shard(b)) for a, b in zip(before, model.parameters(), strict=True))
         later.check()
@@ -136,7 +132,7 @@ def fail_in_the_background(directory: str, failing_rank: int):
         watch.act = fail
     with pytest.raises(CheckpointError) as caught:
         train_on(model, optimizer, folder, saver(model, optimizer, 2, stager=stager), steps := [])
-    return len(steps), str(caught.value), folder.latest().name, load_checkpoint(folder.latest(), model, optimizer)[0]
+    return len(steps), str(caught.value), folder.latest().name, load_checkpoint(folder.latest(), model, optimizer)
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

@@ -75,7 +75,7 @@ def load_and_go_on(directory: str, options: dict):
     train(model, optimizer, range(20, 21))  # another past, to be forgotten
     seed_all(7)
     latest = CheckpointFolder(Path(directory), keep_last=2).latest()
-    assert load_checkpoint(latest, model, optimizer) == (3, False)
+    assert load_checkpoint(latest, model, optimizer) == 3
     loaded = everything(model, optimizer)
     draws = [draw() for _ in range(3)]
     norms = train(model, optimizer, range(3, 6))
@@ -170,7 +170,7 @@ def fail_while_writing(directory: str, failing_rank: int):
     with pytest.raises(CheckpointError) as caught:
         folder.write(2, save)
     latest = folder.latest()
-    return str(caught.value), latest.name, load_checkpoint(latest, model, optimizer)[0]
+    return str(caught.value), latest.name, load_checkpoint(latest, model, optimizer)
 
 
 def test_a_failure_on_one_rank_is_an_error_of_all_and_leaves_the_last_one_whole(tmp_path):
@@ -218,7 +218,7 @@ def write_until_killed(directory: str, kill_at: int, pipe):
         model, optimizer = build()
         folder = CheckpointFolder(Path(directory), keep_last=1)
         latest = folder.latest()
-        step = 0 if latest is None else load_checkpoint(latest, model, optimizer)[0]
+        step = 0 if latest is None else load_checkpoint(latest, model, optimizer)
         pipe.send(step)
         train(model, optimizer, [step])
         stager = HostStager(60)

@@ -131,7 +131,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "parameters on the host": {
         "fsdp_cpu_offload": True,
         "kl_loss_coef": 0.1,
-        "ref_update_interval": 1,
         "steps_per_rollout": 2,
     },
     "optimizer on the host, checkpoints in a thread": {

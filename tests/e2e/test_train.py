@@ -31,11 +31,11 @@ eval/heldout/pass@1 eval/heldout/pass@2 eval/heldout/length_mean eval/heldout_gr
 
 
 LABELS = ["luck", "0", "1", "luck", "1", "luck", "0", "1", "0"]
-SELECTIVE = [  # two epochs of two steps on groups that differ in reward, with a reference that moves
+SELECTIVE = [  # two epochs of two steps on groups that differ in reward, with a reference
     *("--algorithm", "dapo", "--reward", "tests.e2e.rewards:by_label", "--steps-per-rollout", "4"),
     *("--epochs-per-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "5"),
     *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-interval", "0", "--no-bf16"),
-    *("--kl-loss-coef", "0.1", "--ref-update-interval", "2", "--save-interval", "1", "--lr", "1e-3", "--log-to"),
+    *("--kl-loss-coef", "0.1", "--save-interval", "1", "--lr", "1e-3", "--log-to"),
 ]
 
 

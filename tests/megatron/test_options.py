@@ -44,9 +44,9 @@ OPTIONS = {
             "2",
         ),
     ],
-    "a reference that moves": [
+    "a reference of its own": [
         *TINY,
-        *("--kl-loss-coef", "0.1", "--ref-load", "{hub}/reference", "--ref-update-interval", "1"),
+        *("--kl-loss-coef", "0.1", "--ref-load", "{hub}/reference"),
         *("--rollout-top-k", "20", "--rollout-temperature", "0.7", "--global-batch-size", "8"),
     ],
     "gspo, corrected, recomputed": [

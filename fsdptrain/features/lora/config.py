@@ -41,7 +41,5 @@ class LoraConfig(Section):
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not self.enabled:
             return
-        reason = "with --lora-rank, whose reference is the model without the adapter: remove it"
-        yield from config.without_effect(["ref_update_interval"], reason)
         for name in sorted({name for name in self.targets if self.targets.count(name) > 1}):
             yield f"--lora-targets names {name} twice: name it once"

@@ -15,7 +15,7 @@ kl_loss_coef kl_loss_type use_unbiased_kl entropy_coef use_rollout_logprobs
 mismatch_correction mismatch_low mismatch_high mismatch_rejection mismatch_rejection_max overlong_penalty
 overlong_buffer mask_truncated dynamic_sampling dynamic_sampling_max_rounds sft_loss_on
 optimizer rollout_max_prompt_len rollout_max_response_len rollout_temperature rollout_top_p rollout_top_k
-rollout_min_p rollout_shuffle rollout_seed ref_load ref_update_interval seed lora_rank lora_alpha
+rollout_min_p rollout_shuffle rollout_seed ref_load seed lora_rank lora_alpha
 lora_targets load_in_4bit image_key train_vision
 router_replay opd_loss opd_beta opd_top_k megatron_spec
 """
