@@ -61,13 +61,7 @@ def write_state(directory: Path, *, step: int, model: dict[str, Any], optimizer:
             (directory / _STATE).write_text(json.dumps(state, indent=2))
 
 
-def load_checkpoint(
-    directory: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    adapter: str | None = None,
-) -> int:
+def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, adapter: str | None = None) -> int:
     """Load in place what `save_checkpoint` wrote. Returns its step. Collective.
 
     On the same number of ranks the run continues bitwise. On a larger number, a rank without saved random state keeps

@@ -57,10 +57,6 @@ def _foreign(folder: Path) -> str:
         written = set(json.loads((folder / MARKER).read_text())["files"]) if MARKER in names else set[str]()
     except (ValueError, KeyError, TypeError, RecursionError):
         return MARKER
-    known = {
-        MARKER,
-        *written,
-        *(name for name in names if (folder / name / MARKER).is_file() and not _foreign(folder / name)),
-    }
-    left = (name for name in names if name not in known and not name.startswith(_TEMPORARY))  # of a killed export
-    return next(left, "")
+    exports = (name for name in names if (folder / name / MARKER).is_file() and not _foreign(folder / name))
+    known = {MARKER, *written, *exports}
+    return next((name for name in names if name not in known and not name.startswith(_TEMPORARY)), "")
