@@ -33,7 +33,7 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
     folder = tmp_path_factory.mktemp("finished")
     argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--kl-loss-coef", "0.1", "--entropy-coef", "0.01"]
     argv += ["--global-batch-size", "8", "--n-samples-per-eval-prompt", "2", "--eval-greedy", "--profile-steps", "2"]
-    argv += ["--rollout-max-response-len", "64", "--overlong-penalty", "1", "--overlong-buffer", "32"]
+    argv += ["--rollout-max-response-len", "24", "--overlong-penalty", "1", "--overlong-buffer", "16"]
     result = command.run([*argv, "--output-dir", str(folder / "run")], folder)
     assert result.code == 0, result.err
     return Finished(argv, folder / "run", result.err)

@@ -33,7 +33,7 @@ eval/heldout/pass@1 eval/heldout/pass@2 eval/heldout/length_mean eval/heldout_gr
 LABELS = ["luck", "0", "1", "luck", "1", "luck", "0", "1", "0"]
 SELECTIVE = [  # two epochs of two steps on groups that differ in reward, with a reference
     *("--algorithm", "dapo", "--reward", "tests.e2e.rewards:by_label", "--steps-per-rollout", "4"),
-    *("--epochs-per-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "5"),
+    *("--epochs-per-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "4"),
     *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-interval", "0", "--no-bf16"),
     *("--kl-loss-coef", "0.1", "--save-interval", "1", "--lr", "1e-3", "--log-to"),
 ]
@@ -81,7 +81,7 @@ def test_a_killed_run_resumes_bitwise(checkpoint: Path, tmp_path: Path, num_rank
 
     argv = [*base, *saving, "--output-dir", str(killed)]
     with command.start_ranks(argv, tmp_path / "2", num_ranks) as ranks:
-        wait_for(killed / "checkpoints" / "step_00000003", ranks[0], tmp_path / "2" / "err")
+        wait_for(killed / "checkpoints" / "step_00000002", ranks[0], tmp_path / "2" / "err")
         for rank in ranks:
             rank.kill()
             rank.join()
