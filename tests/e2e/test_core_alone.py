@@ -35,8 +35,8 @@ def python(core: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_dense_run_finishes(core: Path, tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path / "model")
-    flags = f"--hf-checkpoint {tmp_path}/model --output-dir {tmp_path}/run --no-bf16 --num-rollout 2"
-    flags += " --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 8 --eval-interval 0 --reward-workers 0"
+    flags = f"--hf-checkpoint {tmp_path}/model --output-dir {tmp_path}/run --no-bf16 --num-rollout 2 --reward-workers 0"
+    flags += " --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 8 --eval-interval 0"
     result = python(core, "-m", "fsdptrain", *flags.split())
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
