@@ -20,10 +20,10 @@ COMMON = """--num-rollout 2 --rollout-batch-size 4 --max-tokens-per-gpu 512 --lr
     --keep-last 0 --log-to"""
 RL = f"""{COMMON} --prompt-data reasoning_gym:spell_backward?max_word_len=4&size=64 --system-prompt '' --eval-size 4
     --n-samples-per-prompt 4 --rollout-max-response-len 24 --reward reasoning_gym same_numbers_plugins:variety
-    --steps-per-rollout 4 --log-num-samples 64"""
+    --global-batch-size 4 --log-num-samples 64"""
 SFT = f"{COMMON} --algorithm sft --prompt-data rows.jsonl --label-key response --eval-interval 0"
 
-ON_POLICY = "--steps-per-rollout 1"
+ON_POLICY = "--global-batch-size 16"
 OTHER = "--ref-load models/reference"
 TRUNCATED = "--rollout-top-p 0.8 --rollout-top-k 50 --rollout-min-p 0.01 --rollout-temperature 0.8"
 RECOMPUTED = "--gradient-checkpointing"

@@ -75,7 +75,7 @@ def targets(folder: Path) -> dict[str, tuple[Path, Any, Callable[[Path], Any]]]:
         logger.close()
 
     def read_rows(path: Path) -> list[Any]:
-        table = load_rows(DataConfig(prompt_data=str(path), label_key="", metadata_key=None), seed=0)
+        table = load_rows(DataConfig(prompt_data=str(path), label_key=""), seed=0)
         return [table[i] for i in range(len(table))]
 
     return {

@@ -31,7 +31,7 @@ from tests.e2e import command
 from tests.testing import preloaded_context, rank_variables, reserved_port, save_tiny_checkpoint
 
 MARK = "FSDPTRAIN_CAMPAIGN_MARK"  # environment variable that the processes of a run inherit
-TINY = [*command.TINY_RUN, *("--num-rollout", "6", "--steps-per-rollout", "4", "--epochs-per-rollout", "2")]
+TINY = [*command.TINY_RUN, *("--num-rollout", "6", "--global-batch-size", "8", "--epochs-per-rollout", "2")]
 TINY += ["--save-interval", "1", "--eval-interval", "3"]
 CHECKPOINT, EXPORT = "checkpoints/.tmp-*", ".fsdptrain-*"  # a name in the output folder shows what has begun
 RUN_TIMEOUT = 180.0

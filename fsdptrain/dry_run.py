@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -14,14 +13,13 @@ from fsdptrain.config.flags import Resolved
 from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.recipe import to_yaml
 from fsdptrain.config.sft import sft_options
-from fsdptrain.data.sources import GENERATOR, load_rows, parse_options
-from fsdptrain.data.tables import load_table, readable, split_options
-from fsdptrain.errors import CheckpointError, DataError
-from fsdptrain.launch.inputs import check_columns, check_inputs, data_sources, image_key
+from fsdptrain.data.sources import GENERATOR, load_rows
+from fsdptrain.errors import CheckpointError
+from fsdptrain.launch.inputs import check_inputs, data_names, image_key
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
 
-_READ_WHOLE = 64 << 20  # bytes of a file of data; of larger ones and of folders, the first row is read
+_READ_WHOLE = 64 << 20  # bytes of a file of data
 
 
 def dry_run(resolved: Resolved) -> None:
@@ -33,8 +31,8 @@ def dry_run(resolved: Resolved) -> None:
     config = resolved.config
     ranks = read_rank_variables()
     check_inputs(config)
-    for data, flag in data_sources(config):
-        _check_data(config, data, flag)
+    for name, flag in data_names(config):
+        _check_data(config, name, flag)
     if config.environment.environment is not None:
         from fsdptrain.trainer.samples.environment import find_environment
 
@@ -52,40 +50,17 @@ def dry_run(resolved: Resolved) -> None:
     sys.stdout.writelines(f"# {note}\n" for note in notes)
 
 
-def _is_default(config: Config, spec: str) -> bool:
-    """Return whether `spec` is the default data, which needs no check."""
-    return [spec] == type(config.data).model_fields["prompt_data"].default
-
-
-def _check_data(config: Config, data: DataConfig, flag: str) -> None:
+def _check_data(config: Config, name: str, flag: str) -> None:
     """Check what `check_inputs` cannot without `datasets` or reasoning_gym, which take 1 s to import."""
-    path = Path(data.data_name.partition("?")[0])
-    is_generated = data.data_name.startswith(GENERATOR)
-    if is_generated and _is_default(config, data.data_name):
-        return
-    if is_generated or (path.is_file() and path.stat().st_size <= _READ_WHOLE):
+    is_generated = name.startswith(GENERATOR) and name != DataConfig().prompt_data  # the default needs no check
+    if is_generated or _is_small_file(name):
+        data = config.data.source(name)
         load_rows(data, seed=config.run.seed, flag=flag, image_key=image_key(config), sft=sft_options(config))
-    elif path.exists():
-        _check_first_row(config, data, flag)
 
 
-def _check_first_row(config: Config, data: DataConfig, flag: str) -> None:
-    """Check the columns of a folder or a large file."""
-    name, _, query = data.data_name.partition("?")
-    data, options = split_options(data, parse_options(query, flag=flag))
-    if not data.prompt_data_streaming:  # which takes no slices of a split: train[:1000]
-        data = data.model_copy(update={"prompt_split": _without_slice(data.prompt_split)})
-        options = {key: _without_slice(value) if key == "split" else value for key, value in options.items()}
-    table = load_table(name, options, data, flag=flag, streaming=True)
-    with readable(name, flag):
-        first = next(iter(table), None)
-    if first is None:
-        raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
-    check_columns(config, data, first, Path(name), flag)
-
-
-def _without_slice(split: str) -> str:
-    return re.sub(r"\[.*?\]", "", split)
+def _is_small_file(name: str) -> bool:
+    path = Path(name.partition("?")[0])
+    return path.is_file() and path.stat().st_size <= _READ_WHOLE
 
 
 def _check_model_folder(config: Config) -> bool:
@@ -131,12 +106,11 @@ def _unchecked(config: Config, is_local: bool) -> Iterator[str]:
         yield f"--hf-checkpoint {config.model.hf_checkpoint}, which is no local folder: on the Hub?"
     elif config.model.backend != "fsdp" and not _has_megatron():
         yield f"whether the model allows the sizes of --backend {config.model.backend}, which is not installed here"
-    for data, flag in data_sources(config):
-        name = data.data_name.partition("?")[0]
-        if not Path(name).exists() and not name.startswith(GENERATOR):
-            yield f"{flag} {name}, which is no local file or folder: on the Hub?"
-        elif Path(name).is_dir() or (Path(name).is_file() and Path(name).stat().st_size > _READ_WHOLE):
-            yield f"{flag} {name} beyond its first row"
+    for name, flag in data_names(config):
+        if not name.startswith(GENERATOR) and not _is_small_file(name):
+            yield f"{flag} {name}, which is no small local file: " + (
+                "its columns" if Path(name).exists() else "on the Hub?"
+            )
     folder = Path(config.model.hf_checkpoint)
     if is_local and folder.is_dir() and not any(folder.glob("*.safetensors")):
         yield f"the weights of --hf-checkpoint {folder}: there are none"

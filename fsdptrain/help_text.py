@@ -22,7 +22,7 @@ Options that most runs set:
   --recipe NAME              an included recipe, or a YAML file with options
   --hf-checkpoint MODEL      what to train: a Hub id or a folder
   --prompt-data DATA ...     a .jsonl or .csv file, a Hub id, reasoning_gym:TASK
-  --reward NAME ...          math, code, exact, judge, package.module:function
+  --reward NAME ...          math, code, exact, package.module:function
   --algorithm NAME           grpo, dapo, gspo, sft, ...
   --lr, --num-rollout        learning rate; rollouts (steps) to run
   --rollout-batch-size       prompts per rollout; --n-samples-per-prompt each

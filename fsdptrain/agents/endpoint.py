@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from pydantic_core import from_json
 
@@ -18,7 +16,6 @@ from fsdptrain.errors import ConfigError, describe
 try:
     import uvicorn
     from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
@@ -31,18 +28,15 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 
 _IDLE_S = 75  # for connections without a request; longer than clients keep theirs
 _CLOSE_S = 1  # for connections whose client does not read its response
-_MAX_OPEN_FILES = 65_536
 
 
 class Endpoint:
     """Serves `episodes` on a free port, in a daemon thread, until `close`."""
 
-    def __init__(self, episodes: Episodes, *, max_body_bytes: int = 32 * 2**20) -> None:
+    def __init__(self, episodes: Episodes) -> None:
         self._episodes = episodes
-        self._max_body_bytes = max_body_bytes
         self._loop = asyncio.new_event_loop()
         self._closing: asyncio.Future[None] = self._loop.create_future()
-        _allow_open_files()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
         # Connections inherit it. Without, each response waits 40 ms for an acknowledgement of its headers.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -82,18 +76,12 @@ class Endpoint:
             runner.run(self._server.serve(sockets=[self._socket]))
 
     def _application(self) -> Starlette:
-        async def refuse(request: Request, error: Exception) -> Response:
-            assert isinstance(error, HTTPException)
-            message = f"{request.method} {request.url.path}: {error.detail}"
-            return _refuse(CallError(error.status_code, message), dict(error.headers or {}))
-
         routes = [
             Route("/v1/chat/completions", self._checked(self._chat), methods=["POST"]),
             Route("/v1/reward", self._checked(self._reward), methods=["POST"]),
             Route("/v1/models", self._checked(self._models), methods=["GET"]),
-            Route("/v1/models/{name:path}", self._checked(self._model), methods=["GET"]),
         ]
-        application = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+        application = Starlette(routes=routes)
         application.router.redirect_slashes = False
         return application
 
@@ -126,7 +114,7 @@ class Endpoint:
 
     async def _chat(self, request: Request, key: str) -> Response:
         """Answer a chat completion; a streamed one when it is complete. Cancels the call if the client disconnects."""
-        body = parse(ChatRequest, await self._read(request))
+        body = parse(ChatRequest, await request.body())
         answer = asyncio.ensure_future(self._episodes.answer(key, body.to_call()))
         gone = asyncio.ensure_future(_disconnect(request))
         try:
@@ -143,20 +131,9 @@ class Endpoint:
             return Response("".join(body.to_events(found)), media_type="text/event-stream")
         return JSONResponse(found)
 
-    async def _read(self, request: Request) -> bytes:
-        too_large = CallError(413, f"the body has more than {self._max_body_bytes:,} bytes")
-        if int(request.headers.get("content-length", 0)) > self._max_body_bytes:
-            raise too_large
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self._max_body_bytes:
-                raise too_large
-        return bytes(body)
-
     async def _reward(self, request: Request, key: str) -> Response:
         try:
-            reward = from_json(await self._read(request), allow_inf_nan=False)
+            reward = from_json(await request.body(), allow_inf_nan=False)
         except ValueError as error:
             raise CallError(400, f"Invalid JSON: {error}") from None
         if isinstance(reward, bool) or not isinstance(reward, (int, float, dict)):
@@ -167,16 +144,8 @@ class Endpoint:
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request, key: str) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description()]})
-
-    async def _model(self, request: Request, key: str) -> Response:
-        name = request.path_params["name"]
-        if name != self._episodes.model:
-            raise CallError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
-        return JSONResponse(self._description())
-
-    def _description(self) -> dict[str, Any]:
-        return {"id": self._episodes.model, "object": "model", "created": 0, "owned_by": "fsdptrain"}
+        description = {"id": self._episodes.model, "object": "model", "created": 0, "owned_by": "fsdptrain"}
+        return JSONResponse({"object": "list", "data": [description]})
 
 
 def _key(request: Request) -> str:
@@ -189,15 +158,5 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-def _refuse(error: CallError, headers: dict[str, str] | None = None) -> Response:
-    if error.status == 413:
-        headers = {"connection": "close"}  # the rest of the body is not read
-    return JSONResponse(error_object(error), error.status, headers)
-
-
-def _allow_open_files() -> None:
-    """Raise the soft limit: often 1,024, and each connection is a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def _refuse(error: CallError) -> Response:
+    return JSONResponse(error_object(error), error.status)

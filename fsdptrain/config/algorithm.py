@@ -161,7 +161,7 @@ class AlgorithmConfig(Section):
         if config.on_policy and not self.use_rollout_logprobs:
             reason = (
                 "when each rollout is one optimizer step, where the policy ratio is always 1: set --global-batch-size "
-                f"below {config.samples_per_rollout} or --steps-per-rollout above 1, or remove it"
+                f"below {config.samples_per_rollout}, or remove it"
             )
             yield from config.without_effect(sorted(options.idle_on_policy), reason)
 

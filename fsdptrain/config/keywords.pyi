@@ -52,12 +52,9 @@ class Keywords(TypedDict, total=False):
     logprob_chunk_size: int
     strict: bool
     deterministic_mode: bool
-    prompt_data: str | list[str]
-    prompt_data_streaming: bool
-    prompt_split: str
+    prompt_data: str
     input_key: str
     label_key: str
-    metadata_key: str | None
     apply_chat_template: bool
     chat_template_kwargs: dict[str, Any]
     system_prompt: str
@@ -66,9 +63,6 @@ class Keywords(TypedDict, total=False):
     max_unscored_fraction: float
     reward_timeout: float | None
     reward_workers: int | None
-    judge_url: str | None
-    judge_model: str | None
-    judge_rubric: str | None
     pass_threshold: float
     environment_command: str | None
     environment_kwargs: dict[str, Any]
@@ -112,7 +106,6 @@ class Keywords(TypedDict, total=False):
     lr_decay_style: Literal["constant", "linear", "cosine"]
     lr_decay_iters: int | None
     lr_warmup_iters: int
-    lr_warmup_fraction: float | None
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -123,7 +116,6 @@ class Keywords(TypedDict, total=False):
     max_tokens_per_gpu: int
     overlong_samples: Literal["error", "drop"]
     global_batch_size: int | None
-    steps_per_rollout: int | None
     epochs_per_rollout: int
     fsdp_cpu_offload: bool
     fsdp_replicate_size: int

@@ -15,7 +15,6 @@ from fsdptrain.config.rules import (
     RL_ONLY,
     RUNS_CODE,
     TUNING,
-    Excludes,
     IdleWith,
     Problem,
     Requires,
@@ -110,12 +109,10 @@ class OptimConfig(Section):
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate decay."""
-    lr_decay_iters: Annotated[int | None, Requires(_DECAYING, "lr_warmup_fraction")] = Field(default=None, ge=1)
+    lr_decay_iters: Annotated[int | None, Requires(_DECAYING)] = Field(default=None, ge=1)
     """Optimizer steps until min_lr. Default: all steps of the run."""
-    lr_warmup_iters: Annotated[int, Excludes("lr_warmup_fraction")] = Field(default=0, ge=0)
+    lr_warmup_iters: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
-    lr_warmup_fraction: float | None = Field(default=None, ge=0.0, lt=1.0)
-    """Warm-up as a fraction of lr_decay_iters, instead of lr_warmup_iters."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay."""
     adam_beta1: Annotated[float, _NO_SGD] = Field(default=0.9, ge=0.0, lt=1.0)

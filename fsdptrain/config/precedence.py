@@ -16,18 +16,6 @@ from fsdptrain.config.presets import LOSS_FIELDS, OLD_POLICY, preset_values
 LOSS_OWN = frozenset(LOSS_FIELDS) - OLD_POLICY  # clip values do not transfer between losses
 ALGORITHM_OWN = LOSS_OWN | {"loss", "loss_aggregation", "advantage_estimator", "advantage_scale"}
 
-RIVALS = (  # alternatives, or mutually exclusive
-    ("steps_per_rollout", "global_batch_size"),
-    ("fp16", "bf16"),
-    ("lr_warmup_iters", "lr_warmup_fraction"),
-)
-
-
-def outspoken(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
-    """Return the keys of `recipe` that an alternative option among `flags` replaces. All keys are flat."""
-    pairs = [*RIVALS, *((b, a) for a, b in RIVALS)]
-    return [other for key, other in pairs if flags.get(key) and recipe.get(other) and other not in flags]
-
 
 def superseded(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
     """Return the keys of `recipe` that `flags` override implicitly. All keys are flat.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from fsdptrain.config.keys import all_keys, flatten
-from fsdptrain.config.precedence import outspoken, superseded
+from fsdptrain.config.precedence import superseded
 from fsdptrain.config.problems import build_sections
 from fsdptrain.config.root import Config
 from fsdptrain.config.rules import NoEffectError
@@ -39,13 +39,12 @@ def load_recipe(path: str | Path, **flags: Any) -> Config:
 def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config, dict[str, Source]]:
     """Combine recipe and flags. Returns the configuration and the overridden recipe keys with their value source.
 
-    Recipe values are dropped in three cases: a flag selects another algorithm or loss (see `superseded`); a flag turns
-    off the feature that they configure (`--eval-interval 0`, `eval_size`); a flag is an alternative to them
-    (`--steps-per-rollout`, `global_batch_size`). Without flags nothing is dropped: an inconsistent recipe is an error.
+    Recipe values are dropped in two cases: a flag selects another algorithm or loss (see `superseded`), or a flag turns
+    off the feature that they configure (`--eval-interval 0`, `eval_size`). Without flags nothing is dropped: an
+    inconsistent recipe is an error.
     """
     given, by_flag = flatten(recipe), flatten(flags)
     left_out: dict[str, Source] = dict.fromkeys(superseded(given, by_flag), SUPERSEDED)
-    left_out |= dict.fromkeys(outspoken(given, by_flag), LEFT_OUT)
     given = {flat: value for flat, value in given.items() if flat not in left_out}
     while True:
         try:

@@ -30,10 +30,8 @@ class BatchConfig(Section):
     overlong_samples: Literal["error", "drop"] = "error"
     """Samples longer than the pack size: stop the run, or drop and count them."""
     global_batch_size: int | None = Field(default=None, ge=1)
-    """Samples per optimizer step. Default: the whole rollout, strictly on-policy. [samples]"""
-    steps_per_rollout: Annotated[int | None, RL_ONLY] = Field(default=None, ge=1)
-    """Optimizer steps per rollout, over all its epochs: an alternative to --global-batch-size. Samples are assigned to
-    steps at random, individually rather than by group."""
+    """Samples per optimizer step, assigned to steps at random, individually rather than by group. Default: the whole
+    rollout, strictly on-policy. [samples]"""
     epochs_per_rollout: Annotated[int, RL_ONLY] = Field(default=1, ge=1)
     """Training passes over each rollout, the optimizer steps in another order each. Old and reference logprobs are
     computed once."""
@@ -47,30 +45,10 @@ class BatchConfig(Section):
                     "mean the samples of one optimizer step, give one of them"
                 )
         elif size and config.samples_per_rollout % size:
+            samples = config.samples_per_rollout
             yield (
-                f"--global-batch-size {size} must divide {_sizes(config)}, "
-                f"e.g. {_divisor(config.samples_per_rollout, size)}"
-            )
-        elif self.steps_per_rollout:
-            yield from self._step_problems(config, self.steps_per_rollout)
-
-    def _step_problems(self, config: "Config", steps: int) -> Iterator[Problem]:
-        size, samples, epochs = self.global_batch_size, config.samples_per_rollout, self.epochs_per_rollout
-        if steps % epochs:
-            yield (
-                f"--steps-per-rollout {steps} must be a multiple of --epochs-per-rollout {epochs}: each epoch has as "
-                f"many optimizer steps, e.g. {epochs * (steps // epochs + 1)}"
-            )
-        elif size and size * steps != samples * epochs:
-            times = f", {epochs} times," if epochs > 1 else ""
-            yield (
-                f"--steps-per-rollout {steps} and --global-batch-size {size} do not agree: {samples} samples{times} "
-                f"make {samples * epochs // size} steps of {size}: give one of them"
-            )
-        elif steps > samples * epochs:
-            yield (
-                f"--steps-per-rollout {steps} is more than {_sizes(config)}, and each step of an epoch needs one: at "
-                f"most {samples * epochs}"
+                f"--global-batch-size {size} must divide --rollout-batch-size {batch} x --n-samples-per-prompt "
+                f"{config.algorithm.n_samples_per_prompt} = {samples} samples, e.g. {_divisor(samples, size)}"
             )
 
 
@@ -155,13 +133,6 @@ class SyncConfig(Section):
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.max_staleness and config.rollout.engine == "hf":
             yield f"--max-staleness {self.max_staleness} {NEEDS_IN_FLIGHT}"
-
-
-def _sizes(config: "Config") -> str:
-    return (
-        f"--rollout-batch-size {config.rollout.batch_size} x --n-samples-per-prompt "
-        f"{config.algorithm.n_samples_per_prompt} = {config.samples_per_rollout} samples"
-    )
 
 
 def _divisor(samples: int, size: int) -> int:

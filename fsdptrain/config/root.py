@@ -244,8 +244,6 @@ class Config(BaseModel):
     @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps per rollout, over all its epochs."""
-        if self.batch.steps_per_rollout is not None:
-            return self.batch.steps_per_rollout
         per_epoch = self.samples_per_rollout // (self.batch.global_batch_size or self.samples_per_rollout)
         return per_epoch * self.batch.epochs_per_rollout
 
@@ -318,10 +316,6 @@ class Config(BaseModel):
         Other ranks wait during this time: half of --dist-timeout, divided by the number of rollouts in flight.
         """
         return self.launch.dist_timeout / 2 / (1 + self.sync.max_staleness)
-
-    @property
-    def uses_judge(self) -> bool:
-        return any(spec.partition("=")[0] == "judge" for spec in self.reward.reward)
 
     @property
     def evaluates(self) -> bool:

@@ -16,7 +16,7 @@ from fsdptrain.data.sources import GENERATOR
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.protocols import PromptProcessor
-from fsdptrain.types import Images, Message, Metrics, Prompt
+from fsdptrain.types import Images, Message, Prompt
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -68,7 +68,7 @@ class PromptStream:
         self._make_prompt = make
         self.epoch = 0  # completed epochs
         self.position = 0  # rows visited in this epoch
-        self._num_too_long = 0
+        self.num_too_long = 0  # skipped rows
         self._order = self._make_order()
         self._num_unusable = [0, 0]  # rows since the last usable one: too long, held out
         self._has_given = False
@@ -78,25 +78,7 @@ class PromptStream:
     @property
     def name(self) -> str:
         """--prompt-data, for messages."""
-        return self.data.data_name
-
-    @property
-    def parts(self) -> "Sequence[PromptStream]":
-        """Streams of one source each."""
-        return (self,)
-
-    def first_row(self) -> Row:
-        """Return a row, for checks."""
-        return self.rows[0]
-
-    @property
-    def num_too_long(self) -> int:
-        """Rows that were skipped because they are too long."""
-        return self._num_too_long
-
-    def count_too_long(self, count: int) -> None:
-        """Add rows that were skipped outside of the stream to `num_too_long`."""
-        self._num_too_long += count
+        return self.data.prompt_data
 
     @property
     def progress(self) -> float:
@@ -117,9 +99,6 @@ class PromptStream:
         """Record that a returned prompt is no longer pending."""
         del self._pending[prompt.id]
 
-    def metrics(self) -> Metrics:
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         state = {
             "epoch": self.epoch,
@@ -136,11 +115,11 @@ class PromptStream:
         """Continue from `state`. Raises DataError if the number of rows has changed."""
         if state["num_rows"] != len(self.rows):
             raise DataError(
-                f"--prompt-data {self.data.data_name} has {len(self.rows)} training rows, {state['num_rows']} "
+                f"--prompt-data {self.data.prompt_data} has {len(self.rows)} training rows, {state['num_rows']} "
                 "when the checkpoint was written: resume with the same data and --eval-size, or use --resume never"
             )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
-        self._num_too_long = state["num_too_long"]
+        self.num_too_long = state["num_too_long"]
         self._order = self._make_order()
         self._num_unusable, self._has_given = [0, 0], True
         self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
@@ -149,27 +128,23 @@ class PromptStream:
         if sum(self._num_unusable) >= self._most_unusable():
             self._raise_none_left()
         epoch, index = self._next_place()
-        row = self._row(epoch, index)
+        row = self.rows[index]
         if self.exclude and content_hash(row) in self.exclude:
             self._num_unusable[1] += 1
             return None
         prompt = self._make(epoch, row)
         if self.max_prompt_len is not None and len(prompt.token_ids) > self.max_prompt_len:
-            self._num_too_long += 1
+            self.num_too_long += 1
             self._num_unusable[0] += 1
             return None
         self._num_unusable, self._has_given = [0, 0], True
         self._pending[prompt.id] = (epoch, index)
         return prompt
 
-    def _most_unusable(self) -> float:
+    def _most_unusable(self) -> int:
         """Return the number of unusable rows, one after another, that end the run."""
-        most = 2 * self._rows_per_epoch  # covers a whole epoch from any starting point
+        most = 2 * len(self.rows)  # covers a whole epoch from any starting point
         return min(most, MOST_UNUSABLE) if self.shuffle and not self._has_given else most
-
-    @property
-    def _rows_per_epoch(self) -> float:
-        return len(self.rows)
 
     def _next_place(self) -> tuple[int, int]:
         """Move to the next row and return its epoch and its index."""
@@ -179,13 +154,9 @@ class PromptStream:
         self.position += 1
         return self.epoch, int(self._order[self.position - 1])
 
-    def _row(self, epoch: int, index: int) -> Row:
-        del epoch
-        return self.rows[index]
-
     def _reissue(self, epoch: int, index: int) -> Prompt:
         """Return a pending prompt again."""
-        prompt = self._make(epoch, self._row(epoch, index))
+        prompt = self._make(epoch, self.rows[index])
         self._pending[prompt.id] = (epoch, index)
         return prompt
 
@@ -194,13 +165,13 @@ class PromptStream:
         return self._make_prompt(row, prompt_id=prompt_id)
 
     def _raise_none_left(self) -> None:
-        too_long, held_out = (int(min(count, self._rows_per_epoch)) for count in self._num_unusable)
+        too_long, held_out = (min(count, len(self.rows)) for count in self._num_unusable)
         reasons = [f"{too_long} are longer than {self.max_prompt_len} tokens"] * bool(too_long)
         reasons += [f"{held_out} equal a prompt that is held out for evaluation"] * bool(held_out)
         fixes = ["raise --rollout-max-prompt-len (or --max-tokens-per-gpu)"] * bool(too_long)
         fixes += ["lower --eval-size or add other rows"] * bool(held_out)
         raise DataError(
-            f"--prompt-data {self.data.data_name}: none of {too_long + held_out} rows can be trained on, "
+            f"--prompt-data {self.data.prompt_data}: none of {too_long + held_out} rows can be trained on, "
             f"{' and '.join(reasons)}: {', '.join(fixes)}"
         )
 
@@ -289,7 +260,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None
 def system_prompt_of(data: DataConfig) -> str:
     if data.system_prompt != "auto":
         return data.system_prompt
-    return ANSWER_TAGS_PROMPT if data.data_name.startswith(GENERATOR) else ""
+    return ANSWER_TAGS_PROMPT if data.prompt_data.startswith(GENERATOR) else ""
 
 
 def _plain_text(row: Row, system_prompt: str) -> str:

@@ -38,10 +38,9 @@ class SampleBuilder:
     budget: str = ""  # the options that set `max_tokens`
 
     @classmethod
-    def of(cls, config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "SampleBuilder":
-        """Return the builder of one source, whose section is `data`."""
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "SampleBuilder":
         limit = config.max_tokens_per_pack if config.batch.overlong_samples == "drop" else None
-        return cls(tokenizer, data, config.sft.loss_on, config.prompt_budget, limit, config.pack_budget)
+        return cls(tokenizer, config.data, config.sft.loss_on, config.prompt_budget, limit, config.pack_budget)
 
     def build(self, prompt: Prompt) -> Sample:
         """Return the sample of an untokenized prompt, or of one with images. Raises UnusableRowError."""

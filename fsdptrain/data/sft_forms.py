@@ -1,4 +1,4 @@
-"""Forms of supervised data: which one a table has, and its rows as conversations, responses or text."""
+"""Forms of supervised data: conversations, text, or prompts with responses. See docs/sft.md."""
 
 import json
 import logging
@@ -15,20 +15,8 @@ from fsdptrain.types import Message
 log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]  # a row of a table, by column
-COLUMNS: Mapping[str, tuple[str, ...]] = {  # columns that a form needs; the first form that fits is taken
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "completion": ("prompt", "completion"),
-    "label": ("prompt", "label"),
-    "text": ("text",),
-}
-_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
-    "chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
-    "function_call": "assistant",
-}  # fmt: skip
-_KNOWN = "messages; conversations; instruction and output; prompt and completion; text; prompt and label"
+_KNOWN = "messages; prompt with completion or label; text"
+_CONVERTED = {"conversations": "ShareGPT", "instruction": "Alpaca"}  # column -> form that users convert
 
 
 class UnusableRowError(DataError):
@@ -41,11 +29,10 @@ class UnusableRowError(DataError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, of which the assistant turns from index `first` on may be trained."""
+    """Messages, of which the assistant turns may be trained."""
 
     messages: list[Message]
     tools: list[Any] | None = None  # schemas, as the chat template gets them
-    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,35 +49,32 @@ class Unusable:
     error: UnusableRowError
 
 
-def form_reader(first: Values, data: DataConfig, sft: SftConfig, *, where: str) -> Callable[[Values, str], Row] | None:
-    """Return the function that converts the rows of a table, by its first row, and log the form.
+def form_reader(
+    first: Values, data: DataConfig, sft: SftConfig, *, where: str
+) -> tuple[DataConfig, Callable[[Values, str], Row] | None]:
+    """Return the columns of a table by its first row, and the function that converts rows. Logs the form.
 
-    None: the rows have a prompt and a label, in the columns --input-key and --label-key. Raises DataError for an
-    unknown form, and ConfigError for an option that has no effect on it.
+    None: the rows have a prompt and a response in columns. Raises DataError for an unknown form, and ConfigError for an
+    option that has no effect on it.
     """
-    named = data.input_key != DataConfig().input_key
-    form = _detect(first, data, where)
-    if form == "label":
-        log.info("%s: form: prompt and label, in the columns %s and %s", where, data.input_key, data.label_key)
-        return None
-    columns = (data.input_key,) if named else COLUMNS[form]
-    log.info("%s: form: %s, in %s %s", where, form, "columns" if columns[1:] else "column", " and ".join(columns))
-    if data.metadata_key is not None:
-        raise ConfigError(f"--metadata-key has no effect on {where}, rows of the form {form}: remove it")
+    form, data = _detect(first, data, where)
+    if form == "response":
+        log.info("%s: prompts in the column %s, responses in %s", where, data.input_key, data.label_key)
+        return data, None
+    log.info("%s: %s in the column %s", where, form, data.input_key)
     if form == "text" and data.system_prompt not in ("auto", ""):
         raise ConfigError(f"--system-prompt has no effect on {where}, which is text without messages: remove it")
     if form == "text" and sft.loss_on == "last":
         raise ConfigError(f"--sft-loss-on last has no effect on {where}, which is text without turns: remove it")
-    convert = {"messages": _messages, "sharegpt": _messages, "alpaca": _alpaca, "completion": _completion}.get(form)
+    convert = _messages if form == "messages" else _text
 
     def read(values: Values, row_id: str) -> Row:
         try:
-            prompt, label = convert(values, columns) if convert else _text(values, columns)
+            return Row(row_id, *convert(values, data.input_key))
         except UnusableRowError as error:
-            prompt, label = row_id, Unusable(UnusableRowError(error.kind, f"row {row_id}: {error}"))
-        return Row(row_id, prompt, label)
+            return Row(row_id, row_id, Unusable(UnusableRowError(error.kind, f"row {row_id}: {error}")))
 
-    return read
+    return data, read
 
 
 def usable_or_marked(read: Callable[[Values, str], Row]) -> Callable[[Values, str], Row]:
@@ -115,111 +99,57 @@ def require_labels(rows: Sequence[Row]) -> None:
             )
 
 
-def _detect(first: Values, data: DataConfig, where: str) -> str:
-    default = DataConfig()
-    if (data.input_key, data.label_key) != (default.input_key, default.label_key):
-        value = first.get(data.input_key)
-        if value_in(first, data.label_key) is not None or data.label_key in first or data.input_key not in first:
-            return "label"  # `as_rows` checks the columns
-        if isinstance(value, list):
-            return "messages"
-        return "text" if isinstance(value, str) and not data.label_key else "label"
-    for form, columns in COLUMNS.items():
-        if all(column in first for column in columns):
-            return form
-    raise DataError(
+def _detect(first: Values, data: DataConfig, where: str) -> tuple[str, DataConfig]:
+    """Return the form, and `data` with its columns. Columns that are named by options are respected."""
+    if (data.input_key, data.label_key) == (DataConfig().input_key, DataConfig().label_key):
+        if "messages" in first:
+            return "messages", data.model_copy(update={"input_key": "messages"})
+        if "prompt" in first and ("completion" in first or "label" in first):
+            return "response", data.model_copy(update={"label_key": "completion"} if "completion" in first else {})
+        if "text" in first:
+            return "text", data.model_copy(update={"input_key": "text", "label_key": ""})
+        raise DataError(_unknown_form(first, where))
+    value = first.get(data.input_key)
+    if isinstance(value, list) and data.label_key not in first and value_in(first, data.label_key) is None:
+        return "messages", data
+    return ("text" if isinstance(value, str) and not data.label_key else "response"), data
+
+
+def _unknown_form(first: Values, where: str) -> str:
+    for column, form in _CONVERTED.items():
+        if column in first:
+            return f"{where} has the {form} form: make a column `messages` of it with `datasets`, as docs/sft.md shows"
+    return (
         f"{where} has none of the known forms of supervised data ({_KNOWN}): its columns are {', '.join(first)}; "
         "name the prompt and the response by --input-key and --label-key"
     )
 
 
-def _messages(values: Values, columns: tuple[str, ...]) -> tuple[list[Message], Conversation]:
-    """Messages with role and content (OpenAI), or with from and value (ShareGPT)."""
-    messages = _with_system(values, _as_messages(values.get(columns[0]), columns[0]))
+def _messages(values: Values, column: str) -> tuple[list[Message], Conversation]:
+    value = without_none(values.get(column))
+    if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
+        raise UnusableRowError("no messages", f"the column {column} holds {value!r:.60}, not a list of messages")
+    messages = [_as_message(message) for message in value]
     return messages, Conversation(messages, _as_tools(values.get("tools")))
 
 
-def _completion(values: Values, columns: tuple[str, ...]) -> tuple[Any, Any]:
-    """A prompt and a completion: two strings, or two lists of messages."""
-    prompt, completion = (_maybe_messages(values.get(column)) for column in columns)
-    if isinstance(prompt, str) and isinstance(completion, str):
-        _refuse_tools(values)
-        return prompt, completion
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _as_messages(prompt, columns[0])
-    if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
-    after = _as_messages(completion, columns[1])
-    return before, Conversation([*before, *after], _as_tools(values.get("tools")), first=len(before))
-
-
-def _maybe_messages(value: Any) -> Any:
-    """Return the messages of JSON text, as in csv files; other text as it is."""
-    if not isinstance(value, str) or not value.startswith("["):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    is_chat = bool(found) and all(isinstance(m, Mapping) and ("role" in m or "from" in m) for m in found)
-    return found if is_chat else value
-
-
-def _alpaca(values: Values, _columns: tuple[str, ...]) -> tuple[Any, str]:
-    """An instruction, an optional input and an output."""
-    instruction, more, output = values.get("instruction"), values.get("input") or "", values.get("output")
-    if not (isinstance(instruction, str) and isinstance(more, str) and isinstance(output, str)):
-        raise UnusableRowError("not text", "instruction, input and output must be text")
-    _refuse_tools(values)
-    content = "\n\n".join(filter(None, [instruction, more]))
-    messages = _with_system(values, [{"role": "user", "content": content}])
-    return messages, output
-
-
-def _text(values: Values, columns: tuple[str, ...]) -> tuple[str, Text]:
-    text = values.get(columns[0])
+def _text(values: Values, column: str) -> tuple[str, Text]:
+    text = values.get(column)
     if not isinstance(text, str) or not text:
-        raise UnusableRowError("no text", f"the column {columns[0]} holds {text!r:.40}, not text")
+        raise UnusableRowError("no text", f"the column {column} holds {text!r:.40}, not text")
     return text, Text(text)
 
 
-def _with_system(values: Values, messages: list[Message]) -> list[Message]:
-    """Prepend the column `system`, which ShareGPT and Alpaca data may have."""
-    system = values.get("system")
-    if not isinstance(system, str) or not system or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system}, *messages]
-
-
-def _as_messages(value: Any, column: str) -> list[Message]:
-    is_json = isinstance(value, str) and value.startswith("[")  # as in csv files
-    value = _from_json(value, column) if is_json else without_none(value)
-    if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
-        raise UnusableRowError("no messages", f"the column {column} holds {value!r:.60}, not a list of messages")
-    return [_as_message(message) for message in value]
-
-
 def _as_message(message: Mapping[str, Any]) -> Message:
-    """Return one message without empty fields: `datasets` fills them with None."""
-    known = {name: value for name, value in message.items() if value is not None}
-    role = known.pop("role", None)
-    if role is None:
-        sender, content = known.pop("from", None), known.pop("value", None)
-        role = _ROLES.get(str(sender))
-        if role is None:
-            raise UnusableRowError("unknown role", f"a message is from {sender!r}; known are {', '.join(_ROLES)}")
-        if content is None:
-            raise UnusableRowError("no content", f"a message from {sender!r} has no value: it has {', '.join(message)}")
-        known["content"] = content
-        if sender == "function_call":
-            known |= {"content": "", "tool_calls": [{"type": "function", "function": _from_json(content, "value")}]}
+    role, calls = message.get("role"), message.get("tool_calls") or []
     if not isinstance(role, str):
         raise UnusableRowError("unknown role", f"a message has the role {role!r}")
-    found = {"role": role, **known, "content": _plain_content(known.get("content"))}
-    calls = found.pop("tool_calls", None) or []
     if not isinstance(calls, list):
         raise UnusableRowError("tool calls", f"tool_calls holds {calls!r:.60}, not a list")
-    if known.get("content") is None and not calls:
+    if message.get("content") is None and not calls:
         raise UnusableRowError("no content", f"a message of {role} has no content: it has {', '.join(message)}")
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    found = {**others, "content": _plain_content(message.get("content"))}
     return found | {"tool_calls": [_as_call(call) for call in calls]} if calls else found
 
 
@@ -237,9 +167,7 @@ def _plain_content(content: Any) -> str:
 
 def _as_call(call: Any) -> Any:
     """Return a tool call with arguments as a mapping, which most templates expect."""
-    if not isinstance(call, Mapping):
-        raise UnusableRowError("tool calls", f"a tool call is {call!r:.60}, not a mapping")
-    inner = call.get("function", call)
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise UnusableRowError("tool calls", f"a tool call has no function name: {call!r:.60}")
     arguments = inner.get("arguments", {})
@@ -255,24 +183,15 @@ def _as_tools(value: Any) -> list[Any] | None:
         value = _from_json(value, "tools") if value.strip() not in ("", "None") else None
     else:
         value = without_none(value)
-    if not value:
-        return None
-    if not isinstance(value, list):
+    if value and not isinstance(value, list):
         raise UnusableRowError("tools", f"the column tools holds {value!r:.60}, not a list of schemas")
-    return value
+    return value or None
 
 
-def _refuse_tools(values: Values) -> None:
-    if _as_tools(values.get("tools")):
-        raise UnusableRowError(
-            "tools", "tools are shown by the chat template to conversations only: write it as messages"
-        )
-
-
-def _from_json(text: Any, column: str) -> Any:
+def _from_json(text: str, column: str) -> Any:
     try:
         return json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UnusableRowError("JSON", f"{column} holds {text!r:.60}, which is not JSON") from error
 
 

@@ -42,8 +42,8 @@ class ConversationEncoder:
         if not self.data.apply_chat_template:
             raise ConfigError("--no-apply-chat-template: the data has conversations, which need the chat template")
         check_template(self.tokenizer, self.data)
-        if not any(message["role"] == "assistant" for message in conversation.messages[conversation.first :]):
-            raise UnusableRowError("no assistant turn", "no message to train on is of the assistant")
+        if not any(message["role"] == "assistant" for message in conversation.messages):
+            raise UnusableRowError("no assistant turn", "no message is of the assistant")
         conversation, text = self._prepared(conversation)
         self._check_is_shown(conversation, text)
         ids, offsets = self._tokenize(text)
@@ -61,10 +61,10 @@ class ConversationEncoder:
         system = system_prompt_of(self.data)
         if not system or conversation.messages[0]["role"] == "system":
             return self._with_arguments(conversation)
-        messages, first = conversation.messages, conversation.first
+        messages = conversation.messages
         with_system = [{"role": "system", "content": system}, *messages]
         try:
-            found, text = self._with_arguments(replace(conversation, messages=with_system, first=first and first + 1))
+            found, text = self._with_arguments(replace(conversation, messages=with_system))
             if system in text:
                 return found, text
         except UnusableRowError:
@@ -117,8 +117,7 @@ class ConversationEncoder:
         """Return the spans of the trained turns."""
         roles = [message["role"] for message in conversation.messages]
         turns = [index for index, role in enumerate(roles) if role == "assistant"]
-        trained = [index for index in turns if index >= conversation.first]
-        trained = trained[-1:] if self.loss_on == "last" else trained
+        trained = turns[-1:] if self.loss_on == "last" else turns
         if self._has_tags:
             spans = self._tagged_spans(conversation, text)
             if len(spans) == len(turns):

@@ -33,7 +33,7 @@ def load_rows(
     sft: options of supervised data; None for prompts.
     Raises ConfigError for an unknown task, parameter or option, and DataError for unreadable data.
     """
-    name, _, query = data.data_name.partition("?")
+    name, _, query = data.prompt_data.partition("?")
     options = parse_options(query, flag=flag)
     if name.startswith(GENERATOR):
         return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": NUM_GENERATED, **options}, flag=flag)

@@ -1,6 +1,5 @@
 """Rows of tables: files, folders and hub data sets, read by `datasets`; lists of mappings, environments."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 ReadRow = Callable[[Mapping[str, Any], str], Row]  # (values by column, id of the row)
 _NO_TOOLS = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-COLUMN_OPTIONS = ("input_key", "label_key")  # after the ?, of one source
 
 
 def load_table_rows(
@@ -35,21 +33,10 @@ def load_table_rows(
     image_key: str | None,
     sft: SftConfig | None = None,
 ) -> Rows:
-    """Load the table `name`: a file, a folder, or a data set of the hub.
-
-    options: of `datasets.load_dataset`, and the names of columns, which override those of `data`.
-    """
-    data, options = split_options(data, options)
-    table, path = load_table(name, options, data, flag=flag), Path(name)
+    """Load the table `name`: a file, a folder, or a data set of the hub. options: of `datasets.load_dataset`."""
+    table, path = _load_table(name, options, flag=flag), Path(name)
     name = path.name if path.exists() else name
     return as_rows(table, data, name=name, flag=flag, folder=folder_of(path), image_key=image_key, sft=sft)
-
-
-def split_options(data: DataConfig, options: Mapping[str, Any]) -> tuple[DataConfig, dict[str, Any]]:
-    """Return `data` with the columns that `options` name, and the other options."""
-    columns = {name: str(value) for name, value in options.items() if name in COLUMN_OPTIONS}
-    others = {name: value for name, value in options.items() if name not in columns}
-    return data.model_copy(update=columns), others
 
 
 def as_rows(
@@ -68,7 +55,7 @@ def as_rows(
     and may have any of its forms.
     """
     if len(dataset) == 0:
-        raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
+        raise DataError(f"{flag} {name} has no rows: check the file, or the split after ?")
     first = _read(dataset, 0, name)
     if isinstance(first, Row):
         return dataset  # type: ignore[return-value]  # a sequence of Row by its first element
@@ -89,16 +76,14 @@ def row_reader(
     if sft is not None and image_key is None:
         from fsdptrain.data.sft_forms import form_reader
 
-        read = form_reader(first, data, sft, where=where)
+        data, read = form_reader(first, data, sft, where=where)
         if read is not None:
             return read
     for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
         _check_column(option, column, first, where=where)
-    if data.metadata_key is not None:
-        _check_column("--metadata-key", data.metadata_key, first, where=where)
     if image_key is not None:
         _check_column("--image-key", image_key, first, where=where)
-    columns = _Columns(data.input_key, data.label_key, data.metadata_key, image_key, folder)
+    columns = _Columns(data.input_key, data.label_key, image_key, folder)
     if sft is None or image_key is not None:
         return columns
     from fsdptrain.data.sft_forms import usable_or_marked
@@ -107,11 +92,9 @@ def row_reader(
 
 
 def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return the rows of an environment: mappings with prompt, optional label and optional metadata."""
-    if len(dataset) == 0:
-        raise DataError("--prompt-data environment has no rows: the environment's dataset() is empty")
-    _check_column("dataset()", "prompt", dataset[0], where="--prompt-data environment")
-    return _TableRows(dataset, "environment", _Columns("prompt", "label", "metadata"))
+    """Return the rows of an environment: mappings with prompt, optional label and other columns."""
+    label = "label" if any("label" in row for row in dataset[:1]) else ""
+    return as_rows(dataset, DataConfig(label_key=label), name="environment")
 
 
 @dataclass(frozen=True)
@@ -131,16 +114,15 @@ class _TableRows:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Converts rows by column names. `label_key` "": no labels. `metadata_key` None: all columns but images."""
+    """Converts rows by column names. `label_key` "": no labels. Metadata are all columns but images."""
 
     input_key: str
     label_key: str
-    metadata_key: str | None
     image_key: str | None = None
     folder: Path = Path()
 
     def __call__(self, values: Mapping[str, Any], row_id: str) -> Row:
-        if str(values.get("tools")).strip() not in _NO_TOOLS and self.metadata_key != "tools":
+        if str(values.get("tools")).strip() not in _NO_TOOLS:
             raise DataError(
                 f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
                 "message, or remove or rename the column"
@@ -149,7 +131,7 @@ class _Columns:
             id=row_id,
             prompt=_checked_prompt(value_in(values, self.input_key), row_id, self.input_key),
             label=value_in(values, self.label_key) if self.label_key else None,
-            metadata=_checked_metadata(values, row_id, self.metadata_key, self.image_key),
+            metadata={name: value for name, value in values.items() if name != self.image_key},
             images=as_images(values.get(self.image_key), self.folder) if self.image_key else (),
         )
 
@@ -177,20 +159,6 @@ def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message
             "a prompt is a text or a list of messages with role and content"
         )
     return prompt
-
-
-def _checked_metadata(
-    values: Mapping[str, Any], row_id: str, column: str | None, image_key: str | None
-) -> Mapping[str, Any]:
-    if column is None:
-        return {name: value for name, value in values.items() if name != image_key}
-    found = value_in(values, column) or {}
-    if not isinstance(found, Mapping):
-        raise DataError(
-            f"--metadata-key {column}: row {row_id}, counted from 0, holds {found!r:.80}, not a "
-            "mapping: store an object, not its JSON text"
-        )
-    return found
 
 
 def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: str) -> None:
@@ -230,31 +198,27 @@ def is_data_file(name: str, flag: str) -> bool:
     return is_file
 
 
-def load_table(name: str, options: dict[str, Any], data: DataConfig, *, flag: str, streaming: bool = False) -> Any:
-    """Load a `datasets.Dataset`. streaming: an IterableDataset, which is read while it is iterated."""
+def _load_table(name: str, options: dict[str, Any], *, flag: str) -> "datasets.Dataset":
     import datasets  # lazy: takes 1 s
 
     path, is_file = Path(name), is_data_file(name, flag)
     known = () if is_file else ("name", "split", "revision", "data_dir")
     for option in options:
         if option not in known:
-            takes = ", ".join((*known, *COLUMN_OPTIONS))
-            raise ConfigError(f"{flag} {name}: no option {option!r}; it takes {takes}")
-    with readable(name, flag):
+            takes = f"it takes {', '.join(known)}" if known else "a file takes none"
+            raise ConfigError(f"{flag} {name}: no option {option!r}; {takes}")
+    with _readable(name, flag):
         if is_file:
-            form = FILE_FORMATS[path.suffix]
-            if form == "json":
-                _check_begin(path, where=f"{flag} {name}")
             datasets.disable_progress_bars()  # reading a local file is fast
+            form = FILE_FORMATS[path.suffix]
             text = _as_text(path) if form == "csv" else {}
-            return datasets.load_dataset(form, data_files=name, split="train", streaming=streaming, **text)
-        options = {"split": data.prompt_split, **options}
+            return datasets.load_dataset(form, data_files=name, split="train", **text)
+        options = {"split": "train", **options}
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            saved = _load_saved(path, options["split"])
-            return saved.to_iterable_dataset() if streaming else saved
+            return _load_saved(path, options["split"], flag)
         files = [file for file in path.rglob("*") if file.suffix in FILE_FORMATS] if path.is_dir() else []
         text = _as_text(files[0]) if {file.suffix for file in files} == {".csv"} else {}
-        return datasets.load_dataset(name, **options, streaming=streaming, **text)
+        return datasets.load_dataset(name, **options, **text)
 
 
 def _as_text(path: Path) -> dict[str, Any]:
@@ -268,7 +232,7 @@ def _as_text(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def readable(name: str, flag: str = "--prompt-data") -> Iterator[None]:
+def _readable(name: str, flag: str) -> Iterator[None]:
     """Raise the errors of `datasets` as DataError, in one line."""
     from datasets.exceptions import DatasetsError
 
@@ -286,22 +250,7 @@ def readable(name: str, flag: str = "--prompt-data") -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _check_begin(path: Path, *, where: str) -> None:
-    """Raise DataError for a JSON file that begins with null, which crashes pyarrow, or nests so deep that it hangs."""
-    with path.open("rb") as file:
-        lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in iter(lambda: file.readline(1 << 20), b""))
-        first = next(filter(None, lines), b"")
-    if first[:1] not in (b"", b"{", b"["):
-        raise DataError(f"{where} cannot be read: it begins with {first[:20]!r}, which is not JSON objects")
-    try:
-        json.loads(first)
-    except RecursionError:
-        raise DataError(f"{where} cannot be read: its first row is nested too deep") from None
-    except ValueError:  # an object on several lines; pyarrow decides
-        return
-
-
-def _load_saved(path: Path, split: str) -> "datasets.Dataset":
+def _load_saved(path: Path, split: str, flag: str) -> "datasets.Dataset":
     """Load a directory of `save_to_disk`: one data set, or one per split."""
     import datasets
 
@@ -309,5 +258,5 @@ def _load_saved(path: Path, split: str) -> "datasets.Dataset":
     if isinstance(saved, datasets.Dataset):
         return saved
     if split not in saved:
-        raise DataError(f"--prompt-split {split} is not in {path}; it has {', '.join(map(str, saved))}")
+        raise DataError(f"{flag} {path}?split={split}: it has only {', '.join(map(str, saved))}")
     return saved[split]

@@ -47,8 +47,6 @@ def lr_schedule(config: OptimConfig, *, total_steps: int) -> Schedule:
     """
     decay_steps = config.lr_decay_iters or max(total_steps, 1)
     warmup_steps = config.lr_warmup_iters
-    if config.lr_warmup_fraction is not None:
-        warmup_steps = math.floor(config.lr_warmup_fraction * decay_steps)
     peak, floor = config.lr, config.min_lr
 
     def schedule(num_updates: int) -> float:

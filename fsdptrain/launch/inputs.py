@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import Column
 from fsdptrain.config.sft import sft_options
-from fsdptrain.data.sources import GENERATOR, parse_options
+from fsdptrain.data.sources import GENERATOR
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.build import check_reward
 
 if TYPE_CHECKING:
-    from fsdptrain.config import Config, DataConfig
+    from fsdptrain.config import Config
 
 _READ = 10 << 20  # bytes of a file: `datasets` takes the columns of its first 10 MiB too
 
@@ -30,48 +30,31 @@ def check_inputs(config: Config) -> None:
     """Raise the ConfigError or DataError that the run would raise after its imports."""
     check_output_dir(config)
     check_reward(config.reward, prompt_data=config.data.prompt_data, has_environment=config.environment.has_episodes)
-    for data, flag in data_sources(config):
-        check_data(config, data, flag)
+    for name, flag in data_names(config):
+        check_data(config, name, flag)
 
 
-def data_sources(config: Config) -> Iterator[tuple[DataConfig, str]]:
-    """Yield the sources of data that are tables, one each, with the flag that names them."""
-    data = config.data
-    names = [(spec, "--prompt-data") for spec, _ in data.sources.values()]
-    if config.evaluates and data.eval_prompt_data is not None:
-        names.append((data.eval_prompt_data, "--eval-prompt-data"))
-    for spec, flag in names:
-        if spec != "environment":
-            yield data.source(spec), flag
+def data_names(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the names of the data, with their flags."""
+    if config.data.prompt_data != "environment":
+        yield config.data.prompt_data, "--prompt-data"
+    if config.evaluates and config.data.eval_prompt_data is not None:
+        yield config.data.eval_prompt_data, "--eval-prompt-data"
 
 
-def check_data(config: Config, data: DataConfig, flag: str) -> None:
-    """Check that the file of a source exists and has the columns. Does not check folders and data sets of the hub."""
-    name, _, query = data.data_name.partition("?")
+def check_data(config: Config, name: str, flag: str) -> None:
+    """Check that a file exists and has the columns. Does not check folders and data sets of the hub."""
+    name = name.partition("?")[0]
     if name.startswith(GENERATOR):
         return
-    from fsdptrain.data.tables import is_data_file, split_options
+    from fsdptrain.data.tables import folder_of, is_data_file, row_reader
 
     if not is_data_file(name, flag):
         return
     path = Path(name)
-    first = _first_row(path, with_values=config.algorithm.algorithm == "sft")
-    if first:
-        check_columns(config, split_options(data, parse_options(query, flag=flag))[0], first, path, flag)
-
-
-def check_columns(config: Config, data: DataConfig, first: Mapping[str, Any], path: Path, flag: str) -> None:
-    """Raise ConfigError if the `first` row of the file or folder `path` lacks a column that the options name."""
-    from fsdptrain.data.tables import folder_of, row_reader
-
-    row_reader(
-        first,
-        data,
-        where=f"{flag} {path.name}",
-        folder=folder_of(path),
-        image_key=image_key(config),
-        sft=sft_options(config),
-    )
+    if first := _first_row(path, with_values=config.algorithm.algorithm == "sft"):
+        images, sft = image_key(config), sft_options(config)
+        row_reader(first, config.data, where=f"{flag} {path.name}", folder=folder_of(path), image_key=images, sft=sft)
 
 
 def check_output_dir(config: Config) -> None:

@@ -1,9 +1,10 @@
-"""Console output: a header, one line per step, samples of evaluations, and where the run is written."""
+"""Console output: a header, one line per step, and where the run is written."""
 
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from fsdptrain import __version__
 from fsdptrain.config import Config
@@ -20,8 +21,6 @@ _SHOWN = {  # label -> metric; `*` matches the first evaluation set
     "grad": "optim/grad_norm",
     "tok/s": "perf/tokens_per_s",
 }
-_SHOWN_SAMPLES = 2  # of an evaluation
-_LONGEST_TEXT = 80  # [characters] of a prompt or a response
 _SECONDS_PER_LINE = 1.0
 _ONLY_WITHOUT_REWARD = "loss"  # a supervised loss is informative, a policy loss is not
 
@@ -44,12 +43,10 @@ class ConsoleLogger:
         if shown and self._due(step, metrics):
             total = self._info.total_steps
             count = f"step {step:>{len(str(total))}}/{total}  " if total else ""  # else only an evaluation
-            _print(f"{count}{metrics_line(shown)}  {eta}".rstrip())
+            _print(f"{count}{shown}  {eta}".rstrip())
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        """Write the first samples of an evaluation. samples.jsonl contains all of them."""
-        for sample in [sample for sample in samples if sample.get("set") != "train"][:_SHOWN_SAMPLES]:
-            _print(sample_lines(sample, step))
+        """Show none: they are in samples.jsonl."""
 
     def close(self) -> None:
         end = f"{duration(self._clock() - self._started)}, written to {self._info.output_dir}"
@@ -64,15 +61,11 @@ class ConsoleLogger:
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether to print a line: of each step, but of short ones once a second; and of each evaluation."""
-        now = self._clock()
+        is_short = self._clock() - self._last_line < _SECONDS_PER_LINE
         is_edge = step in (self._first_step + 1, self._info.total_steps)
-        if (
-            now - self._last_line < _SECONDS_PER_LINE
-            and not is_edge
-            and not any(m.startswith("eval/") for m in metrics)
-        ):
+        if is_short and not is_edge and not any(name.startswith("eval/") for name in metrics):
             return False
-        self._last_line = now
+        self._last_line = self._clock()
         return True
 
     def _eta(self, step: int) -> str:
@@ -113,7 +106,7 @@ def _facts(config: Config) -> list[str]:
         else f"{config.rollout.batch_size} prompts x {config.algorithm.n_samples_per_prompt} samples a rollout, "
         f"{config.steps_per_rollout} optimizer step{'s' if config.steps_per_rollout > 1 else ''} on each"
     )
-    subject = f"{config.model.hf_checkpoint} ({config.compute_dtype_name}) on {config.data.data_name}"
+    subject = f"{config.model.hf_checkpoint} ({config.compute_dtype_name}) on {config.data.prompt_data}"
     if not config.run.num_rollout:
         return [f"  evaluation of {subject}"]
     return [
@@ -122,46 +115,14 @@ def _facts(config: Config) -> list[str]:
     ]
 
 
-def metrics_line(shown: Mapping[str, float]) -> str:
-    """Format metrics: `reward 0.531  len 128  grad 0.310  tok/s 1.2k`."""
-    return "  ".join(f"{label} {number(shown[label])}" for label in _SHOWN if label in shown)
-
-
-def sample_lines(sample: Mapping[str, object], step: int) -> str:
-    """Format a sample in three short lines: step and reward, the end of the prompt, the response."""
-    reward = sample.get("reward")
-    rewarded = f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"
-    prompt, response = (printable(str(sample.get(name))) for name in ("prompt", "response"))
-    return (
-        f"sample of step {step}  {rewarded}\n"
-        f"  prompt    {shortened(prompt, _LONGEST_TEXT, 0.25)}\n"
-        f"  response  {shortened(response, _LONGEST_TEXT, 0.5)}"
-    )
-
-
-def printable(text: str) -> str:
-    """Put `text` on one line: spaces for line breaks, and no control characters, which could act on the terminal."""
-    return " ".join("".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text).split())
-
-
-def shortened(text: str, room: int, keeps: float) -> str:
-    """Cut `text` to `room` characters: `keeps` of them from its start, the rest from its end."""
-    if len(text) <= room:
-        return text
-    head = int(keeps * (room - 3))
-    return f"{text[:head]} … {text[len(text) - (room - 3 - head) :]}"
-
-
-def _pick(metrics: Mapping[str, float]) -> dict[str, float]:
+def _pick(metrics: Mapping[str, float]) -> str:
+    """Format the metrics to show: `reward 0.531  len 128  grad 0.310  tok/s 1.2k`."""
     shown: dict[str, float] = {}
     for label, pattern in _SHOWN.items():
-        head, _, tail = pattern.partition("*")
-        found = [
-            name for name in metrics if name == pattern or (tail and name.startswith(head) and name.endswith(tail))
-        ]
+        found = [value for name, value in metrics.items() if fnmatchcase(name, pattern)]
         if found and not (label == _ONLY_WITHOUT_REWARD and "reward/mean" in metrics):
-            shown[label] = metrics[found[0]]
-    return shown
+            shown[label] = found[0]
+    return "  ".join(f"{label} {number(value)}" for label, value in shown.items())
 
 
 def number(value: float) -> str:

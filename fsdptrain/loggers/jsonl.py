@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -86,17 +86,12 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of steps up to `step`. Drops an incomplete last line, and broken lines with one warning."""
-    kept, broken, lines = [], [], path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    for number, line in enumerate(lines, start=1):
-        try:
+    """Return the lines of steps up to `step`, without those that are no record, such as an incomplete last one."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            broken.append(number)
-    if broken:
-        others = f" and {len(broken) - 1} others are" if len(broken) > 1 else " is"
-        log.warning("%s: line %d%s not a record of a run: dropped", path, broken[0], others)
     return kept
 
 

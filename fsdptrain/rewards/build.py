@@ -26,16 +26,14 @@ REWARDS = registry.Table[RewardFunction](
         "exact": "fsdptrain.rewards.functions:exact",
         "format": "fsdptrain.rewards.functions:format_tags",
         "code": "fsdptrain.rewards.code:code",
-        "judge": "fsdptrain.rewards.judge:Judge",
         "none": "fsdptrain.rewards.functions:none",
     }
 )
 GENERATOR = "reasoning_gym:"
-JUDGE = "judge"
 RESERVED = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 
 
-def build_reward(reward: RewardConfig, *, prompt_data: Sequence[str], has_environment: bool = False) -> "WeightedSum":
+def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
     """Build the weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]. Components are reported by name.
 
     `auto` selects the reasoning-gym scorer for its data, else the environment's reward, else `math`. Raises ConfigError
@@ -45,14 +43,14 @@ def build_reward(reward: RewardConfig, *, prompt_data: Sequence[str], has_enviro
     short = [_short(name) for name in weights]
     metrics = [s if short.count(s) == 1 else name.replace(":", ".") for s, name in zip(short, weights, strict=True)]
     parts = zip(metrics, weights.items(), strict=True)
-    return WeightedSum(tuple(Component(metric, weight, _function(name, reward)) for metric, (name, weight) in parts))
+    return WeightedSum(tuple(Component(metric, weight, _function(name)) for metric, (name, weight) in parts))
 
 
-def check_reward(reward: RewardConfig, *, prompt_data: Sequence[str], has_environment: bool = False) -> None:
+def check_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> None:
     """Raise the ConfigError that `build_reward` would raise. Imports functions of the user, but no others."""
     for name in _parse_all(reward, prompt_data, has_environment):
-        if name not in REWARDS or name == JUDGE:
-            calls = RewardCalls(_function(name, reward), where=f"--reward {name}")
+        if name not in REWARDS:
+            calls = RewardCalls(_function(name), where=f"--reward {name}")
             if "completions" not in calls.parameters:  # which also takes columns of the data
                 check_signature(calls, Prompt("0", [], ""))
 
@@ -95,7 +93,7 @@ def reads_environment(reward: RewardFunction | WeightedSum) -> bool:
     return not (isinstance(reward, WeightedSum) and all(f in known or type(f) in known for f in functions))
 
 
-def _parse_all(reward: RewardConfig, prompt_data: Sequence[str], has_environment: bool) -> dict[str, float]:
+def _parse_all(reward: RewardConfig, prompt_data: str, has_environment: bool) -> dict[str, float]:
     """Return the weights of --reward by name. Raises ConfigError for names that are given twice."""
     parts = [_parse(spec, prompt_data, has_environment) for spec in reward.reward]
     if not parts or len(dict(parts)) < len(parts):
@@ -103,11 +101,11 @@ def _parse_all(reward: RewardConfig, prompt_data: Sequence[str], has_environment
     return dict(parts)
 
 
-def _parse(spec: str, prompt_data: Sequence[str], has_environment: bool) -> tuple[str, float]:
+def _parse(spec: str, prompt_data: str, has_environment: bool) -> tuple[str, float]:
     name, equals, text = spec.rpartition("=")
     if not equals:
         name, text = spec, "1"
-    is_generated = all(source.startswith(GENERATOR) for source in prompt_data)
+    is_generated = prompt_data.startswith(GENERATOR)
     if name == "auto":
         other = "environment" if has_environment else "math"
         name = "reasoning_gym" if is_generated else other
@@ -116,18 +114,14 @@ def _parse(spec: str, prompt_data: Sequence[str], has_environment: bool) -> tupl
     if name.startswith("reasoning_gym") and not is_generated:
         others = [key for key in REWARDS if not key.startswith("reasoning_gym")]
         raise ConfigError(
-            f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {' '.join(prompt_data)}; "
+            f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
     return name, _weight(text, spec)
 
 
-def _function(name: str, reward: RewardConfig) -> Any:
-    if name != JUDGE:
-        return registry.resolve(name, REWARDS, flag="--reward")
-    from fsdptrain.rewards.judge import build_judge  # lazy: it imports httpx
-
-    return build_judge(reward)
+def _function(name: str) -> Any:
+    return registry.resolve(name, REWARDS, flag="--reward")
 
 
 def _short(name: str) -> str:

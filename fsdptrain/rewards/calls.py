@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fsdptrain.errors import ConfigError, RewardError, describe
+from fsdptrain.errors import ConfigError, RewardError, RolloutError, describe
 from fsdptrain.registry import check_call
 from fsdptrain.rewards.values import WRONG, RewardResult, to_result
 from fsdptrain.types import Prompt
@@ -113,6 +113,26 @@ class RewardCalls:
         parameters = inspect.signature(self.function).parameters.values()
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         return columns if takes_all else {name: columns[name] for name in self.parameters if name in columns}
+
+
+class LostTime:
+    """Time of one rollout that late calls have taken: of a call in one of eight processes, an eighth of its timeout."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit  # for all rewards of a rank [s]
+        self.seconds, self.num_calls = 0.0, 0
+
+    def add(self, reward: RewardCalls, outcome: Outcome, call: Call, *, num_calls: int = 1) -> None:
+        """Count a call if it was late, one of `num_calls` at a time. Raises RolloutError if too much time is lost."""
+        if outcome != reward.late:
+            return
+        self.seconds, self.num_calls = self.seconds + reward.timeout / num_calls, self.num_calls + 1
+        if self.seconds >= self.limit:
+            raise RolloutError(
+                f"--reward: {self.num_calls} late calls in one rollout took {self.seconds:.0f} s, and other ranks wait "
+                f"no longer than {self.limit:g} s for that; last: {reward.late} (prompt {call[0].id!r}); give it its "
+                "own time limit, lower --reward-timeout, or raise --dist-timeout"
+            )
 
 
 def reason(error: BaseException) -> str:

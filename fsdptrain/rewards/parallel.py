@@ -2,27 +2,25 @@
 
 import logging
 import os
-import queue
-from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack
+import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.cores import usable_cores
-from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.build import Component, WeightedSum
-from fsdptrain.rewards.calls import Call, Outcome, RewardCalls, check_signature
+from fsdptrain.rewards.calls import Call, LostTime, Outcome, RewardCalls, check_signature
 from fsdptrain.rewards.functions import environment, exact, format_tags
 from fsdptrain.rewards.values import WRONG, RewardResult, to_result
 from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
-    from fsdptrain.rewards.local import EventLoop, InThread
+    from fsdptrain.rewards.local import EventLoop
     from fsdptrain.rewards.pool import ProcessPool
 
-    Runner = ProcessPool | EventLoop | InThread
 
 log = logging.getLogger(__name__)
 
@@ -31,22 +29,22 @@ DEFAULT_TIMEOUT_S = 300.0
 MAX_WORKERS = 8  # by default; each may import torch or load a model
 
 
-class LostTime:
-    """Time of one rollout that late calls have taken: of a call in one of eight processes, an eighth of its timeout."""
+class Direct:
+    """Calls one reward in the thread that asks, one call at a time and without a deadline."""
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit  # for all rewards of a rank [s]
-        self.seconds, self.num_calls = 0.0, 0
+    def __init__(self, reward: RewardCalls) -> None:
+        self.reward = reward
+        self._calling = threading.Lock()
 
-    def add(self, reason: str, seconds: float) -> None:
-        """Count a late call. Raises RolloutError if the rollout has lost too much."""
-        self.seconds, self.num_calls = self.seconds + seconds, self.num_calls + 1
-        if self.seconds >= self.limit:
-            raise RolloutError(
-                f"--reward: {self.num_calls} late calls in one rollout took {self.seconds:.0f} s, and other ranks wait "
-                f"no longer than {self.limit:g} s for that; last: {reason}; give it its own time limit, lower "
-                "--reward-timeout, or raise --dist-timeout"
-            )
+    def run(self, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
+        """Score the samples, in order."""
+        del lost  # no call is late
+        jobs = self.reward.jobs(range(len(calls)))
+        with self._calling:
+            platform.use_local_device()
+            return [outcome for job in jobs for outcome in self.reward.run([calls[index] for index in job])]
+
+    def close(self) -> None: ...
 
 
 class ParallelReward:
@@ -66,30 +64,25 @@ class ParallelReward:
         self._timeout = timeout
         self._patience = patience
         components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
-        self._runners: list[Runner] = []
-        with ExitStack() as stack:
-            stack.callback(self.close)
-            for component in components:
-                self._runners.append(self._start(component, num_workers))
-            stack.pop_all()
+        self._runners: list[Direct | ProcessPool | EventLoop] = [self._start(each, num_workers) for each in components]
 
-    def _start(self, component: Component, num_workers: int) -> "Runner":
+    def _start(self, component: Component, num_workers: int) -> "Direct | ProcessPool | EventLoop":
         calls = RewardCalls(component.function, component.name, _where(component), self._timeout)
-        if calls.is_async or not num_workers or component.function in FAST:
-            from fsdptrain.rewards.local import EventLoop, InThread
+        if calls.is_async:
+            from fsdptrain.rewards.local import EventLoop
 
-            return EventLoop(calls) if calls.is_async else InThread(calls)
+            return EventLoop(calls)
+        if not num_workers or component.function in FAST:
+            return Direct(calls)
         from fsdptrain.rewards.pool import CannotLoadError, ProcessPool
 
         try:
             return ProcessPool(calls, num_workers)
         except CannotLoadError as error:
             fix = "define it in a module that can be imported to run it in processes"
-            line = "%s runs in the trainer's process, one call at a time, because no other process can load it: %s; %s"
+            line = "%s runs in the trainer, without --reward-timeout, because no other process can load it: %s; %s"
             log.warning(line, calls.where, error, fix)
-            from fsdptrain.rewards.local import InThread
-
-            return InThread(calls)
+            return Direct(calls)
 
     def close(self) -> None:
         """End a `run` of another thread, too."""
@@ -108,7 +101,7 @@ class ParallelReward:
                 check_signature(runner.reward, prompt)
             if not call or not prompts or _is_ours(runner.reward.function):
                 continue
-            [outcome] = _run(runner, [(prompts[0], "")], LostTime(self._patience))
+            [outcome] = runner.run([(prompts[0], "")], LostTime(self._patience))
             if isinstance(outcome, str):
                 line = f"{runner.reward.where}, called with the first row and an empty response: {outcome}"
                 if WRONG in outcome and outcome.removeprefix("TypeError: ").startswith("the reward returned"):
@@ -122,7 +115,7 @@ class ParallelReward:
         outcomes: list[Outcome] = [""] * len(calls)
         parts: dict[int, list[RewardResult]] = {index: [] for index in range(len(calls))}
         for runner in self._runners:
-            for index, outcome in zip([*parts], _run(runner, [calls[index] for index in parts], lost), strict=True):
+            for index, outcome in zip([*parts], runner.run([calls[index] for index in parts], lost), strict=True):
                 if isinstance(outcome, str):  # other rewards need not score it
                     outcomes[index] = outcome
                     del parts[index]
@@ -139,42 +132,6 @@ class ParallelReward:
             return to_result(self.reward.combine(results))
         except ValueError as error:
             return str(error)
-
-
-def _run(runner: "Runner", calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
-    """Score the samples by one reward, in order."""
-    if runner.reward.function in FAST:
-        return [outcome for call in calls for outcome in runner.reward.run([call])]
-    outcomes: dict[int, Outcome] = {}
-    for job, scored in _finished(runner, calls):
-        outcomes |= zip(job, scored, strict=True)
-        if scored[0] == runner.reward.late:
-            lost.add(f"{scored[0]} (prompt {calls[job[0]][0].id!r})", runner.reward.timeout / runner.num_calls)
-    return [outcomes[index] for index in range(len(calls))]
-
-
-def _finished(runner: "Runner", calls: Sequence[Call]) -> Iterator[tuple[list[int], list[Outcome]]]:
-    """Start all calls. Yields the indices and the outcomes of the samples of each, as they finish."""
-    pending: dict[Future[list[Outcome]], list[int]] = {}
-    finished: queue.SimpleQueue[Future[list[Outcome]]] = queue.SimpleQueue()
-    for job in runner.reward.jobs(range(len(calls))):
-        future = runner.schedule([calls[index] for index in job])
-        if future.done():
-            yield job, future.result()
-        else:
-            pending[future] = job
-            future.add_done_callback(finished.put)
-    while pending:
-        try:
-            future = finished.get(timeout=runner.reward.timeout + runner.grace)
-            yield pending.pop(future), future.result()
-        except queue.Empty:  # an async call blocks its event loop, or no process starts
-            runner.abandon()
-            for job in pending.values():
-                yield job, [runner.reward.late] * len(job)
-            return
-        except CancelledError as error:
-            raise RolloutError(f"{runner.reward.where}: the run has ended") from error
 
 
 def _where(component: Component) -> str:

@@ -9,15 +9,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 
 from fsdptrain.cores import usable_cores
 from fsdptrain.errors import RolloutError, describe
-from fsdptrain.rewards.calls import Call, Outcome, RewardCalls
+from fsdptrain.rewards.calls import Call, LostTime, Outcome, RewardCalls
 
+START_S = 120.0  # to start a process and import the reward in it
 _OF_RANK = re.compile(  # variables with which a library in a process would join the ranks
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
@@ -51,7 +52,10 @@ class Worker:
 
     def wait_until_loaded(self) -> None:
         with suppress(EOFError, OSError):
-            self._connection.recv_bytes()
+            if self._connection.poll(START_S):
+                self._connection.recv_bytes()
+            else:
+                self.kill()
 
     def call(self, samples: bytes, timeout: float) -> list[Outcome] | str | None:
         """Return the outcomes, a text for all of them, or None if they are late, which ends the process."""
@@ -77,10 +81,8 @@ class Worker:
 class ProcessPool:
     """Processes that call one reward, each with a thread of the trainer. Any thread may use it."""
 
-    grace = 120.0  # [s] to start a process and import the reward in it
-
     def __init__(self, reward: RewardCalls, num_workers: int) -> None:
-        """Start the processes. Raises CannotLoadError if the reward is no importable object."""
+        """Start no process before the first call. Raises CannotLoadError if the reward is no importable object."""
         if getattr(reward.function, "__module__", None) == "__main__":
             raise CannotLoadError("it is defined in the script itself")
         try:
@@ -88,76 +90,83 @@ class ProcessPool:
         except Exception as error:  # objects of the user
             raise CannotLoadError(describe(error)) from error
         self.reward = reward
-        self.num_calls = 1 if reward.is_batched else num_workers  # at a time
-        self._end = ""  # why no more calls are answered
+        self._num_workers = 1 if reward.is_batched else num_workers
+        self._closed = False
         self._changing = threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[Future[list[Outcome]], bytes, int] | None] = queue.SimpleQueue()
-        self._workers: dict[int, Worker] = {}
-        for index in range(self.num_calls):
-            threading.Thread(target=self._serve, args=(index,), daemon=True, name="rewards").start()
+        self._started: list[Worker] = []
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()  # None: to be started
+        self._threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
+        for _ in range(self._num_workers):
+            self._idle.put(None)
 
-    def schedule(self, calls: Sequence[Call]) -> Future[list[Outcome]]:
-        """Call the reward once. Raises RolloutError if the processes have ended; the future does too."""
-        future: Future[list[Outcome]] = Future()
+    def run(self, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
+        """Score the samples, in order. Raises RolloutError if too much time is lost, or after `close`."""
+        outcomes: list[Outcome] = [""] * len(calls)
+        jobs: dict[Future[list[Outcome]], list[int]] = {}
+        try:
+            for job in self.reward.jobs(range(len(calls))):
+                jobs[self._submit([calls[index] for index in job])] = job
+            for future in as_completed(jobs):
+                job, scored = jobs[future], future.result()
+                for index, outcome in zip(job, scored, strict=True):
+                    outcomes[index] = outcome
+                lost.add(self.reward, scored[0], calls[job[0]], num_calls=self._num_workers)
+        except CancelledError:
+            raise self._ended() from None
+        finally:
+            for future in jobs:
+                future.cancel()
+        return outcomes
+
+    def close(self) -> None:
+        """Kill the processes. Calls that wait raise RolloutError."""
+        with self._changing:
+            self._closed = True
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for worker in self._started:
+                worker.kill()
+
+    def _submit(self, calls: Sequence[Call]) -> Future[list[Outcome]]:
+        with self._changing:
+            if self._closed:
+                raise self._ended()
+            return self._threads.submit(self._score, calls)
+
+    def _score(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Call the reward once, in a thread of the pool."""
         try:  # no process gets images
             samples = pickle.dumps(
                 [(replace(p, images=None) if p.images is not None else p, text) for p, text in calls]
             )
         except Exception as error:  # noqa: BLE001  # objects of the user
-            future.set_result([f"the sample cannot be sent to a process: {describe(error)}"] * len(calls))
-            return future
-        with self._changing:
-            if self._end:
-                raise self._ended()
-            self._waiting.put((future, samples, len(calls)))
-        return future
-
-    def close(self, reason: str = "the run has ended") -> None:
-        """Kill the processes. Calls that wait raise RolloutError."""
-        with self._changing:
-            self._end = self._end or reason
-            for worker in self._workers.values():
-                worker.kill()
-            with suppress(queue.Empty):
-                while job := self._waiting.get_nowait():
-                    job[0].set_exception(self._ended())
-            for _ in range(self.num_calls):
-                self._waiting.put(None)
-
-    def abandon(self) -> None:
-        self.close("its processes do not start, or do not answer")
-
-    def _serve(self, index: int) -> None:
-        """Start a process and pass calls on to it until `close`. One that has ended is replaced at the next call."""
-        worker = self._start(index)
-        while job := self._waiting.get():
-            future, samples, num_samples = job
+            return [f"the sample cannot be sent to a process: {describe(error)}"] * len(calls)
+        worker = self._idle.get()
+        try:
             if worker is None or worker.process.poll() is not None:
-                worker = self._start(index)
-            reply = worker.call(samples, self.reward.timeout) if worker else None
-            if self._end:
-                future.set_exception(self._ended())
-            elif isinstance(reply, list):
-                future.set_result(reply)
-            else:
-                text = self.reward.late if reply is None else f"{self.reward.where}: {reply}"
-                future.set_result([text] * num_samples)
+                worker = self._start()
+            reply = worker.call(samples, self.reward.timeout)
+        finally:
+            self._idle.put(worker)
+        if self._closed:
+            raise self._ended()
+        if isinstance(reply, list):
+            return reply
+        return [self.reward.late if reply is None else f"{self.reward.where}: {reply}"] * len(calls)
 
-    def _start(self, index: int) -> Worker | None:
-        """Start a process and wait until it has loaded the reward; None after `close`."""
+    def _start(self) -> Worker:
         try:
             with self._changing:
-                if self._end:
-                    return None
-                worker = self._workers[index] = Worker(self._pickled, worker_environment(self.num_calls))
+                if self._closed:
+                    raise self._ended()
+                worker = Worker(self._pickled, worker_environment(self._num_workers))
+                self._started.append(worker)
         except OSError as error:
-            self.close(f"no process can be started: {error}")
-            return None
+            raise RolloutError(f"{self.reward.where}: no process can be started: {error}") from error
         worker.wait_until_loaded()
         return worker
 
     def _ended(self) -> RolloutError:
-        return RolloutError(f"{self.reward.where}: {self._end}")
+        return RolloutError(f"{self.reward.where}: the run has ended")
 
 
 def worker_environment(num_workers: int) -> dict[str, str]:

@@ -48,13 +48,9 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     model, name = _model(given["checkpoint"])
     if "recipe" in given and model[0] == RECIPE.flag:
         raise ConfigError(f"--recipe: the options of {given['checkpoint']} are in {model[1]}; remove it")
-    sources = given.get("prompt_data", [])
-    if len(sources) > 1:
-        raise ConfigError(f"--prompt-data {' '.join(sources)}: fsdptrain eval takes one source")
-    data = next(iter(sources), None)
-    rows: list[str] = []
-    if data is not None and model[0] == RECIPE.flag:
-        rows = _default_data(is_table=not data.startswith("reasoning_gym:"))
+    data, rows = given.get("prompt_data"), list[str]()
+    if data is not None and model[0] == RECIPE.flag and data.startswith("reasoning_gym:"):
+        rows = _default_columns()
     if data is not None and "eval_prompt_data" not in given and data != "environment":
         rows += ["--eval-prompt-data", data]
         if "eval_size" not in given and not data.startswith("reasoning_gym:"):
@@ -66,11 +62,10 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
 
 
-def _default_data(*, is_table: bool) -> list[str]:
-    """Return flags that reset the run's data options to their defaults, because they may not apply to other data."""
-    keys = ["prompt_split", *([] if is_table else ["input_key", "label_key"])]
-    words = [word for key in keys for word in (config_options()[key].flag, str(config_options()[key].default))]
-    return words if is_table else [*words, "--no-prompt-data-streaming"]
+def _default_columns() -> list[str]:
+    """Return flags that reset the columns of the run's data, which generated data do not have."""
+    keys = ("input_key", "label_key")
+    return [word for key in keys for word in (config_options()[key].flag, str(config_options()[key].default))]
 
 
 def _unused(folder: str) -> str:

@@ -17,7 +17,7 @@ from fsdptrain import platform, registry
 from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
-from fsdptrain.data.stream import PromptSource
+from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.feature import load_features
@@ -38,7 +38,7 @@ from fsdptrain.trainer.samples.build import (
     build_sampler,
     build_source,
     open_rewards,
-    sample_builders,
+    sample_builder,
 )
 from fsdptrain.trainer.samples.source import SampleSource, own_share
 from fsdptrain.trainer.speed import Speed
@@ -62,7 +62,7 @@ class Components:
     config: Config  # resolved
     folder: RunFolder
     tokenizer: PreTrainedTokenizerBase
-    stream: PromptSource
+    stream: PromptStream
     source: SampleSource
     loss: Loss
     advantages: AdvantageRule
@@ -104,7 +104,7 @@ def build_components(
         )
         advantages = advantage_rule(config)
         data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
-        builders = sample_builders(config, tokenizer, data)
+        builder = sample_builder(config, tokenizer, data.stream)
         make_engine = engine_factory(config.rollout.engine) if config.generates else None
     require_same_data(data.stream)
     held_out = None
@@ -112,7 +112,7 @@ def build_components(
         from fsdptrain.trainer.sft_evaluation import held_out_samples
 
         held_out = held_out_samples(config, tokenizer, data)
-    generates = bool(data.prompts) or builders is None
+    generates = bool(data.prompts) or builder is None
     with ExitStack() as stack:
         rewards = open_rewards(config, reward_function, data, environment, stack) if generates else None
         loggers = open_loggers(config, folder, stack)
@@ -152,7 +152,7 @@ def build_components(
             folder=folder,
             tokenizer=tokenizer,
             stream=data.stream,
-            source=build_source(config, data.stream, builders, sampler, advantages, engine=engine, threads=threads),
+            source=build_source(config, data.stream, builder, sampler, advantages, engine=engine, threads=threads),
             loss=loss,
             advantages=advantages,
             backend=backend,

@@ -1,6 +1,5 @@
 """Evaluation on held-out prompts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain.config import Config
@@ -9,7 +8,7 @@ from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.single_turn import Sampler
 from fsdptrain.trainer.shown import Shown, show
-from fsdptrain.types import Metrics, Prompt, Sample, SamplingParams
+from fsdptrain.types import Metrics, Prompt, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -40,22 +39,6 @@ class Evaluation:
             name=name,
             correct_reward=self.config.reward.pass_threshold,
         )
-        if len(self.config.data.prompt_data) > 1:
-            metrics |= self._of_sources(made.samples, sampling.num_samples, name)
         shown = show(made.prompts, made.texts, made.samples, self.config.log.num_samples)
         everywhere = [row for rows in gather(shown) for row in rows]
         return metrics, everywhere[: self.config.log.num_samples]
-
-    def _of_sources(self, samples: Sequence[Sample], num_samples: int, name: str) -> Metrics:
-        """Return the metrics of each source of a mixture."""
-        from fsdptrain.trainer.source_metrics import of_source
-
-        metrics: Metrics = {}
-        for source in self.config.data.sources:
-            metrics |= evaluation_metrics(
-                of_source(samples, source),
-                num_samples=num_samples,
-                name=f"{name}_{source}",
-                correct_reward=self.config.reward.pass_threshold,
-            )
-        return metrics

@@ -36,7 +36,7 @@ def generate_texts(
             Row(str(number), prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
             for number, prompt in enumerate(prompts)
         ]
-        data = components.stream.parts[0].data  # with the system prompt of the run
+        data = components.stream.data  # with the system prompt of the run
         made = [make_prompt(row, components.tokenizer, data=data) for row in rows]
     with raise_on_all_ranks(RolloutError, "generate"):
         completions = engine.generate(own_share(made), sampling)

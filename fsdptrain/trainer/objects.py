@@ -66,9 +66,9 @@ def _with_paths(config: Config, given: Mapping[str, Any]) -> Config:
 def _with_rows(config: Config) -> Config:
     """Data from Python has no reasoning-gym task behind it, so neither its scorer nor its system prompt apply."""
     if config.data.prompt_data != DataConfig().prompt_data:
-        raise ConfigError(f"--prompt-data {config.data.data_name} and Trainer(dataset=...) are both given: choose one")
-    if config.data.prompt_data_streaming:
-        raise ConfigError("--prompt-data-streaming has no effect on Trainer(dataset=...): remove it")
+        raise ConfigError(
+            f"--prompt-data {config.data.prompt_data} and Trainer(dataset=...) are both given: choose one"
+        )
     return config.model_copy(update={"data": config.data.source("dataset")})
 
 

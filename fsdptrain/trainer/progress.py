@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain.config import Config
-from fsdptrain.data.stream import PromptSource
+from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
@@ -22,7 +22,7 @@ class Progress:
     """How far a run is: `step` rollouts were trained on, which is also the version of the policy."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, *, backend: TrainBackend, stream: PromptSource, report: Reporter
+        self, config: Config, folder: RunFolder, *, backend: TrainBackend, stream: PromptStream, report: Reporter
     ) -> None:
         self.step = 0
         self.saved: int | None = None  # step of the newest checkpoint

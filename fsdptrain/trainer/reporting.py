@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain.config import Config
-from fsdptrain.data.stream import PromptSource
+from fsdptrain.data.prompts import PromptStream
 from fsdptrain.protocols import Logger
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.trainer import metrics
@@ -32,7 +32,7 @@ class Reporter:
         config: Config,
         loggers: Sequence[Logger],
         *,
-        stream: PromptSource,
+        stream: PromptStream,
         speed: Speed,
         planned_memory: int | None,
         folder: Path,
@@ -74,10 +74,6 @@ class Reporter:
             from fsdptrain.trainer.token_metrics import staleness_metrics
 
             found |= staleness_metrics(rollout.samples, step)
-        if len(self._config.data.prompt_data) > 1:
-            from fsdptrain.trainer.source_metrics import source_metrics
-
-            found |= source_metrics(rollout.samples, self._config.data.sources)
         if self._config.environment.has_episodes:
             from fsdptrain.trainer.token_metrics import episode_metrics
 

@@ -14,7 +14,7 @@ def episodes() -> ScriptedEpisodes:
 
 @pytest.fixture
 def endpoint(episodes: ScriptedEpisodes) -> Iterator[Endpoint]:
-    endpoint = Endpoint(episodes, max_body_bytes=100_000)
+    endpoint = Endpoint(episodes)
     yield endpoint
     endpoint.close()
 

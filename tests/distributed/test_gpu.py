@@ -131,7 +131,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "parameters on the host": {
         "fsdp_cpu_offload": True,
         "kl_loss_coef": 0.1,
-        "steps_per_rollout": 2,
+        "global_batch_size": 8,
     },
     "optimizer on the host, checkpoints in a thread": {
         "offload_optimizer": True,

@@ -67,7 +67,7 @@ def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_the
     checkpoint: Path, tmp_path: Path, flags: list[str]
 ) -> None:
     zeros = ["--advantage-estimator", "tests.e2e.advantages:zeros", "--advantage-scale", "none"]
-    steps = ["--steps-per-rollout", "4", "--epochs-per-rollout", "2", "--mismatch-correction", "tis"]
+    steps = ["--global-batch-size", "8", "--epochs-per-rollout", "2", "--mismatch-correction", "tis"]
     metrics = trained(checkpoint, tmp_path, *zeros, *steps, *flags, num_ranks=2)
     assert metrics["perf/skipped_tokens"] == 1
     assert metrics["optim/grad_norm"] == metrics["loss/total"] == 0

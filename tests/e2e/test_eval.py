@@ -73,16 +73,16 @@ def test_a_finished_run_is_scored_on_all_rows_of_other_data_with_other_options(r
 @pytest.mark.parametrize("data", ["rows.jsonl", "reasoning_gym:spell_backward"])
 def test_what_a_run_says_of_its_own_data_does_not_hinder_other_data(data: str, run: Path, tmp_path: Path) -> None:
     trained_on = [
-        ["--prompt-data", "x.csv", "--input-key", "question", "--prompt-data-streaming"],
+        ["--prompt-data", "x.csv", "--input-key", "question"],
         ["--prompt-data", "reasoning_gym:spell_backward?max_word_len=6&size=500"],
-        ["--prompt-data", "a/b", "--prompt-split", "train[:9]", "--input-key", "question"],
+        ["--prompt-data", "a/b?split=train[:9]", "--input-key", "question"],
     ]
     for number, flags in enumerate(trained_on):
         shutil.copytree(run / "checkpoints", tmp_path / str(number) / "checkpoints")
         config = resolve(["--hf-checkpoint", "m", *flags]).config
         (tmp_path / str(number) / "config.yaml").write_text(to_yaml(config))
         arguments, _ = run_arguments([str(tmp_path / str(number)), "--prompt-data", data])
-        assert resolve(arguments).config.data.prompt_data == [data]
+        assert resolve(arguments).config.data.prompt_data == data
 
 
 def test_each_evaluation_has_a_folder_of_its_own(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

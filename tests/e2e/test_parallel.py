@@ -14,7 +14,7 @@ from tests.matrix import only
 from tests.testing import rank_variables
 
 # old and reference logprobs, and a KL term
-FLAGS = "--steps-per-rollout 2 --kl-loss-coef 0.1"
+FLAGS = "--global-batch-size 8 --kl-loss-coef 0.1"
 COMPARED = ("loss/total", "policy/entropy", "policy/ref_kl", "reward/mean", "optim/grad_norm", "progress/tokens")
 SPLITS = {
     "tensor": ("qwen3", ["--tensor-parallel-size", "2"]),

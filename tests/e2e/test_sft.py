@@ -82,7 +82,7 @@ def test_eval_loss_is_the_token_mean_over_held_out_rows_on_any_ranks(num_ranks, 
     assert found[0]["eval/loss"] == pytest.approx(stock_loss(checkpoint, loss_on), rel=1e-5)
     assert found[1]["eval/loss"] < found[0]["eval/loss"]
     assert [row["eval/perplexity"] for row in found] == [math.exp(row["eval/loss"]) for row in found]
-    assert "form: messages, in column messages" in result.err
+    assert "messages in the column messages" in result.err
 
     step = tmp_path / "run" / "checkpoints" / "step_00000002"
     result = command.run(["eval", "--checkpoint", str(step), "--output-dir", str(tmp_path / "eval")], tmp_path / "out")
@@ -110,7 +110,7 @@ def test_a_run_whose_rows_are_all_unusable_ends_before_the_model_is_loaded(tmp_p
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
     assert "none of 8 rows can be trained on, 6: row rows.jsonl:" in last
-    assert "no message to train on is of the assistant; 2: row" in last
+    assert "no message is of the assistant; 2: row" in last
     assert "parameters" not in result.err
 
 

@@ -32,7 +32,7 @@ eval/heldout/pass@1 eval/heldout/pass@2 eval/heldout/length_mean eval/heldout_gr
 
 LABELS = ["luck", "0", "1", "luck", "1", "luck", "0", "1", "0"]
 SELECTIVE = [  # two epochs of two steps on groups that differ in reward, with a reference
-    *("--algorithm", "dapo", "--reward", "tests.e2e.rewards:by_label", "--steps-per-rollout", "4"),
+    *("--algorithm", "dapo", "--reward", "tests.e2e.rewards:by_label", "--global-batch-size", "8"),
     *("--epochs-per-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "4"),
     *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-interval", "0", "--no-bf16"),
     *("--kl-loss-coef", "0.1", "--save-interval", "1", "--lr", "1e-3", "--log-to"),

@@ -51,7 +51,7 @@ OPTIONS = {
     ],
     "gspo, corrected, recomputed": [
         *TINY,
-        *("--algorithm", "gspo", "--steps-per-rollout", "2", "--mismatch-correction", "tis"),
+        *("--algorithm", "gspo", "--global-batch-size", "8", "--mismatch-correction", "tis"),
         *("--gradient-checkpointing", "--logprob-chunk-size", "7", "--overlong-penalty", "1"),
     ],
 }

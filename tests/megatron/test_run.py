@@ -15,7 +15,7 @@ from tests.megatron.runs import assert_same
 MEGATRON = ["--backend", "megatron"]
 EXPERTS = [*MEGATRON, "--megatron-expert-parallel", "2"]
 # old logprobs, a reference, two optimizer steps on each rollout: ten in all
-FLAGS = ["--steps-per-rollout", "2", "--kl-loss-coef", "0.1", "--num-rollout", "5", "--save-interval", "3"]
+FLAGS = ["--global-batch-size", "8", "--kl-loss-coef", "0.1", "--num-rollout", "5", "--save-interval", "3"]
 
 
 @pytest.fixture(scope="module")

@@ -23,18 +23,10 @@ JOINED = {
     "eval/<>/<>": {
         f"eval/<>/{name}" for name in ("accuracy", "reward_mean", "length_mean", "truncated", "unscored", "pass@<>")
     },
-    "<>/loss": {"eval/loss", "eval/<>/loss"},
-    "<>/perplexity": {"eval/perplexity", "eval/<>/perplexity"},
-    "source/<>/<>": {"source/<>/samples", "source/<>/tokens"},
 }
 NO_METRICS = {
-    "eval/<>": "a prefix of <>/loss and <>/perplexity",
     "mismatch/_w_mean": "replaced by mismatch/ess",
     "mismatch/_w2_mean": "replaced by mismatch/ess",
-    "<>/samples": "a sum that source metrics are made of",
-    "<>/tokens": "a sum that source metrics are made of",
-    "<>/scored": "a sum that source metrics are made of",
-    "<>/reward": "a sum that source metrics are made of",
 }
 
 

@@ -111,10 +111,11 @@ def run_command(flags: list[str]) -> None:
 
 def finish(folder: Path, seconds: dict[str, float]) -> None:
     """Write summary.json and the report of the GRPO run, and print their paths."""
-    from fsdptrain.tools.report.report import read_series
+    from fsdptrain.tools.watch.run_data import RunData
 
-    _, sampled = read_series(folder / "grpo", "eval/heldout/accuracy")
-    _, greedy = read_series(folder / "grpo", "eval/heldout_greedy/accuracy")
+    run = RunData(folder / "grpo", "grpo")
+    run.poll()
+    (_, sampled), (_, greedy) = (run.curves[f"eval/{name}/accuracy"] for name in ("heldout", "heldout_greedy"))
     summary = {
         "accuracy_before": sampled[0],
         "accuracy_after": sampled[-1],

@@ -54,12 +54,11 @@ def report(argv: Sequence[str]) -> int:
     from fsdptrain.tools.watch.page import render
     from fsdptrain.tools.watch.run_data import RunData
 
-    for folder in folders:
-        print_report(folder)
     target = folders[0] / "report.html"
     runs = [RunData(folder, name) for folder, name in _named(folders)]
-    for run in runs:
+    for run, folder in zip(runs, folders, strict=True):
         run.poll()
+        print_report(run, folder)
     payloads = [run.payload() for run in runs]
     try:
         target.write_text(render({"runs": payloads, "saved": time.time()}).html, encoding="utf-8")

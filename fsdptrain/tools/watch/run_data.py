@@ -9,7 +9,6 @@ from typing import Any
 
 from fsdptrain.config.recipe import read_mapping
 from fsdptrain.errors import ConfigError
-from fsdptrain.tools.report.report import is_number, title
 from fsdptrain.tools.watch.tail import Tail
 
 MOST_POINTS = 300  # of a curve
@@ -17,6 +16,8 @@ MOST_SAMPLES = 120
 LONGEST_TEXT = 20_000  # [characters] of a prompt or response
 _PACE_STEPS = 20  # steps whose mean duration gives the ETA
 _SAMPLES_BYTES = 32 * 2**20  # read from the end of the file
+_TITLE = (("algorithm", "algorithm"), ("model", "hf_checkpoint"), ("data", "prompt_data"))
+Curve = tuple[array[float], array[float]]  # steps, values
 
 
 class RunData:
@@ -26,16 +27,21 @@ class RunData:
         self._folder, self._name = folder, name
         self._metrics = Tail(folder / "metrics.jsonl")
         self._samples = Tail(folder / "samples.jsonl", most_bytes=_SAMPLES_BYTES)
-        self._curves: dict[str, tuple[array[float], array[float]]] = {}  # name -> steps, values
+        self.curves: dict[str, Curve] = {}  # by metric
         self._shown: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._generation = self._version = self._num_samples = 0
         self._config: tuple[float, str, int | None] = (-1.0, folder.resolve().name, None)  # mtime, title, total
+
+    @property
+    def title(self) -> str:
+        """`grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the name of the folder."""
+        return self._config[1]
 
     def poll(self) -> None:
         """Read what the run has written since the last call."""
         (curves_void, metrics), (samples_void, samples) = self._metrics.read(), self._samples.read()
         if curves_void:
-            self._curves.clear()
+            self.curves.clear()
         if samples_void:
             self._shown.clear()
             self._generation += 1
@@ -64,7 +70,7 @@ class RunData:
             "title": heading,
             "total": total,
             **self._progress(),
-            "curves": {name: thinned(*curve) for name, curve in self._curves.items()},
+            "curves": {name: thinned(*curve) for name, curve in self.curves.items()},
             "samples": [sample for sample in self._shown if sample["id"] > first],
             "keeps_samples": has_samples,
         }
@@ -72,13 +78,13 @@ class RunData:
     def _add(self, row: Mapping[str, Any]) -> None:
         for name, value in row.items():
             if name != "step" and is_number(value):
-                steps, values = self._curves.setdefault(name, (array("d"), array("d")))
+                steps, values = self.curves.setdefault(name, (array("d"), array("d")))
                 steps.append(row["step"])
                 values.append(value)
 
     def _progress(self) -> dict[str, float | None]:
         """Return the last step, when it was logged, and the mean seconds of the last steps."""
-        steps, times = self._curves.get("time", (array("d"), array("d")))
+        steps, times = self.curves.get("time", (array("d"), array("d")))
         if not steps:
             return {"step": None, "updated": None, "pace": None}
         first = max(0, bisect_right(steps, steps[-1] - _PACE_STEPS) - 1)
@@ -96,12 +102,17 @@ class RunData:
             changed = path.stat().st_mtime
             if changed == self._config[0]:
                 return False
-            run = read_mapping(path, what=str(path)).get("run") or {}
-            total = run.get("num_rollout") if isinstance(run, Mapping) else None
-            self._config = (changed, title(self._folder), total if isinstance(total, int) else None)
-        except (FileNotFoundError, ConfigError):  # not yet written, or not the configuration of a run
+            config = read_mapping(path, what=str(path))
+            title = "{} of {} on {}".format(*(config[section][key] for section, key in _TITLE))
+            self._config = (changed, title, int(config["run"]["num_rollout"]))
+        except (FileNotFoundError, ConfigError, KeyError, TypeError, ValueError):  # not yet written, or of no run
             return False
         return True
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a record is a finite number."""
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def thinned(steps: Sequence[float], values: Sequence[float], most: int = MOST_POINTS) -> dict[str, list[float]]:

@@ -1,7 +1,7 @@
 """Build what makes samples: rewards, the sampler, builders of supervised samples, the source."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain import registry
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
 from fsdptrain.config import Config
-from fsdptrain.data.prompts import make_prompt
-from fsdptrain.data.stream import PromptSource
+from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction, RolloutEngine
@@ -51,8 +50,10 @@ def open_rewards(
         stack.callback(rewards.close)
         prompts = [*data.prompts[:1]]
         if config.algorithm.algorithm != "sft":  # else only evaluations compute rewards
-            part = data.stream.parts[0]
-            prompts.insert(0, make_prompt(part.first_row(), part.tokenizer, data=part.data, processor=part.processor))
+            stream = data.stream
+            prompts.insert(
+                0, make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
+            )
         if environment is not None:
             episode = Episode((), None, done=True)
             prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
@@ -85,27 +86,23 @@ def build_sampler(
     return build_multi_turn(config, tokenizer, environment=environment, **options)
 
 
-def sample_builders(
-    config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData
-) -> "Mapping[str, SampleBuilder] | None":
-    """Return the builders of supervised samples; None in RL. Raises DataError if none of the first rows is usable."""
+def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: PromptStream) -> "SampleBuilder | None":
+    """Return the builder of supervised samples; None in RL. Raises DataError if none of the first rows is usable."""
     if config.algorithm.algorithm != "sft":
         return None
     from fsdptrain.data.sft import SampleBuilder
     from fsdptrain.trainer.samples.sft import check_first_rows
 
-    parts = dict(zip(config.data.sources, data.stream.parts, strict=True))
-    builders = {name: SampleBuilder.of(config, part.data, tokenizer) for name, part in parts.items()}
-    for name, part in parts.items():
-        if config.run.num_rollout:
-            check_first_rows(part, builders[name])
-    return builders
+    builder = SampleBuilder.of(config, tokenizer)
+    if config.run.num_rollout:
+        check_first_rows(stream, builder)
+    return builder
 
 
 def build_source(
     config: Config,
-    stream: PromptSource,
-    builders: "Mapping[str, SampleBuilder] | None",
+    stream: PromptStream,
+    builder: "SampleBuilder | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
     *,
@@ -113,10 +110,10 @@ def build_source(
     threads: Executor | None,
 ) -> SampleSource:
     """Build the source of training samples. threads: where groups are generated with --max-staleness."""
-    if builders is not None:
+    if builder is not None:
         from fsdptrain.trainer.samples.sft import SftSource
 
-        return SftSource.of(config, stream, builders)
+        return SftSource(stream, builder, num_samples=config.samples_per_rollout)
     assert sampler is not None, "reinforcement learning has an engine"
     dynamic, rounds = config.selection.dynamic_sampling, config.selection.dynamic_sampling_max_rounds
     values: dict[str, Any] = {

@@ -2,17 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from fsdptrain.config import Config
 from fsdptrain.data.chat import special_tokens
 from fsdptrain.data.prompts import MOST_UNUSABLE, PromptStream
 from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder
 from fsdptrain.data.sft_forms import UnusableRowError
-from fsdptrain.data.stream import PromptSource
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import DataError, RolloutError
 from fsdptrain.trainer.samples.source import RolloutBatch, images_of, own_share
@@ -21,8 +19,6 @@ from fsdptrain.types import Prompt, Sample
 log = logging.getLogger(__name__)
 
 CHECKED = 100  # rows at the start
-
-Builders = Mapping[str, SampleBuilder]  # by source of the data; "": of data of one source
 
 
 @dataclass
@@ -52,15 +48,11 @@ class Refusals:
 class SftSource:
     """Draws rows from a stream, and builds samples of them. Skips and counts rows that cannot be trained on."""
 
-    stream: PromptSource
-    builders: Builders
+    stream: PromptStream
+    builder: SampleBuilder
     num_samples: int  # of an optimizer step, of all ranks
     in_flight: bool = False
     _warned: set[str] = field(init=False, default_factory=set)  # kinds of refusals
-
-    @classmethod
-    def of(cls, config: Config, stream: PromptSource, builders: Builders) -> "SftSource":
-        return cls(stream, builders, num_samples=config.samples_per_rollout)
 
     def run_ahead(self, step: int) -> None:
         """Do nothing: SFT has no engine."""
@@ -76,19 +68,19 @@ class SftSource:
                 prompts = self.stream.next(missing)
                 for prompt in prompts:
                     self.stream.record(prompt)
-                made, skipped = build_samples(self.builders, own_share(prompts))
+                made, skipped = build_samples(self.builder, own_share(prompts))
             skipped = sum(gather(skipped), Refusals())
             in_a_row = in_a_row + skipped if skipped.counts.total() == missing else Refusals()
             if in_a_row.counts.total() >= MOST_UNUSABLE:
-                raise in_a_row.none_usable(f"--prompt-data {self.stream.name}")
+                raise in_a_row.none_usable(f"--prompt-data {self.stream.data.prompt_data}")
             samples, drawn, refused = samples + made, drawn + prompts, refused + skipped
         self._warn(refused)
-        self.stream.count_too_long(refused.counts[LONG_PROMPT])
+        self.stream.num_too_long += refused.counts[LONG_PROMPT]
         unusable = refused.counts.total() - refused.counts[LONG_PROMPT] - refused.counts[OVERLONG]
         return RolloutBatch(
             samples,
             num_dropped=refused.counts[OVERLONG] if dist.get_rank() == 0 else 0,
-            metrics={"progress/unusable_rows": float(unusable)} | self.stream.metrics(),
+            metrics={"progress/unusable_rows": float(unusable)},
             images=images_of(drawn),
         )
 
@@ -99,12 +91,10 @@ class SftSource:
         self._warned |= refused.counts.keys()
 
 
-def build_samples(builders: Builders, prompts: Sequence[Prompt]) -> tuple[list[Sample], Refusals]:
-    """Build the samples of `prompts`: ids of a mixture's prompts begin with the source."""
+def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[list[Sample], Refusals]:
     samples, refused = list[Sample](), Refusals()
     for prompt in prompts:
         try:
-            builder = builders[""] if "" in builders else builders[prompt.id.partition("/")[0]]
             samples.append(builder.build(prompt))
         except UnusableRowError as error:
             refused.add(error)
@@ -122,15 +112,16 @@ def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
         [prompt] = stream.next(1)
         if stream.epoch:
             break
-        made, skipped = build_samples({"": builder}, [prompt])
+        made, skipped = build_samples(builder, [prompt])
         samples, refused = samples + made, refused + skipped
     if not samples:
-        raise refused.none_usable(f"--prompt-data {stream.name}")
+        raise refused.none_usable(f"--prompt-data {stream.data.prompt_data}")
     stream.load_state_dict(state)
     if (inexact := refused.counts["inexact mask"]) > tried / 2:
         raise DataError(
-            f"--prompt-data {stream.name}: {inexact} of the first {tried} rows have no exact mask of the turns: "
-            f"set --sft-loss-on last, or use a template with generation tags; e.g. {refused.examples['inexact mask']}"
+            f"--prompt-data {stream.data.prompt_data}: {inexact} of the first {tried} rows have no exact mask of the "
+            "turns: set --sft-loss-on last, or use a template with generation tags; e.g. "
+            f"{refused.examples['inexact mask']}"
         )
     if refused.counts:
         log.warning("%d of the first %d rows cannot be trained on, %s", refused.counts.total(), tried, refused.reasons)

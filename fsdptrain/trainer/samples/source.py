@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch.distributed as dist
 
 from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
-from fsdptrain.data.stream import PromptSource
+from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.rewards.results import RewardResults, check_failed_rewards
@@ -58,7 +58,7 @@ class RolloutSource:
     The main thread draws prompts and records results, identically on all ranks.
     """
 
-    stream: PromptSource
+    stream: PromptStream
     sampler: Sampler
     sampling: SamplingParams
     num_prompts: int  # of a rollout, of all ranks
@@ -121,7 +121,7 @@ class RolloutSource:
             shown=show(generated.prompts, generated.texts, generated.samples, self.num_shown),
             results=generated.results,
             seconds=seconds,
-            metrics=metrics | self.stream.metrics() | summed(generated.counts),
+            metrics=metrics | summed(generated.counts),
             images=images,
         )
 

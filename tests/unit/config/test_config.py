@@ -93,12 +93,9 @@ def test_the_size_of_a_rollout_and_of_its_steps():
         40,
     )
     assert config().on_policy
-    by_steps = config(steps_per_rollout=3, num_rollout=10)
-    assert (by_steps.steps_per_rollout, by_steps.needs_old_logprobs, by_steps.total_optimizer_steps) == (3, True, 30)
     twice = config(epochs_per_rollout=2, num_rollout=10)
     assert (twice.steps_per_rollout, twice.needs_old_logprobs, twice.total_optimizer_steps) == (2, True, 20)
-    both = config(global_batch_size=64, epochs_per_rollout=2, steps_per_rollout=8)
-    assert both.steps_per_rollout == config(global_batch_size=64, epochs_per_rollout=2).steps_per_rollout == 8
+    assert config(global_batch_size=64, epochs_per_rollout=2).steps_per_rollout == 8
     sft = config(algorithm="sft", global_batch_size=64, num_rollout=10)
     assert (sft.samples_per_rollout, sft.steps_per_rollout, sft.total_optimizer_steps) == (64, 1, 10)
     assert config(algorithm="sft", rollout_batch_size=16).samples_per_rollout == 16
@@ -114,7 +111,7 @@ def test_evaluation_needs_prompts_and_a_time():
     ("values", "reason"),
     [
         ({}, ""),
-        ({"mismatch_correction": "tis", "steps_per_rollout": 2, "use_opsm": True}, ""),
+        ({"mismatch_correction": "tis", "global_batch_size": 128, "use_opsm": True}, ""),
         ({"router_replay": "rollout"}, ""),
         ({"algorithm": "prime_rl"}, "--loss prime_rl"),
         ({"algorithm": "sft"}, "--loss sft"),
@@ -128,3 +125,12 @@ def test_samples_of_advantage_0_are_skipped_unless_an_option_gives_them_a_gradie
     config = Config(hf_checkpoint="x", **values)
     assert config.trains_zero_advantage == reason
     assert PackingRules.of(config, layout="packed").skips_zero_advantage is not bool(reason)
+
+
+def test_each_model_and_algorithm_has_a_folder_by_default() -> None:
+    def folder(**values: object) -> str:
+        return Config(**{"hf_checkpoint": "Qwen/Qwen3-4B", **values}).run.output_dir
+
+    assert folder() == "runs/Qwen3-4B-grpo"
+    assert folder(algorithm="sft", hf_checkpoint="/models/b/") == "runs/b-sft"
+    assert folder(output_dir="x") == folder(run={"output_dir": "x"}) == "x"

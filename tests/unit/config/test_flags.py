@@ -28,7 +28,7 @@ def value(flat, *argv):
         ("rollout_seed", ["--rollout-seed", "-1"], -1),
         ("system_prompt", ["--system-prompt=--think"], "--think"),
         ("system_prompt", ["--system-prompt", ""], ""),
-        ("prompt_data", ["--prompt-data", "reasoning_gym:sort?min=1&max=2"], ["reasoning_gym:sort?min=1&max=2"]),
+        ("prompt_data", ["--prompt-data", "reasoning_gym:sort?min=1&max=2"], "reasoning_gym:sort?min=1&max=2"),
         ("reward", ["--reward", "math", "format=0.2", "--lr", "1"], ["math", "format=0.2"]),
         ("reward", ["--reward", "a", "b", "--lr", "1", "--reward", "c"], ["c"]),
         ("log_to", ["--log-to"], []),
@@ -118,7 +118,6 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "load_in_4bit": adapter,
         "offload_activations": ["--gradient-checkpointing"],
         "fp16": ["--no-bf16"],
-        "prompt_data_streaming": ["--prompt-data", "x.jsonl"],
         "sft_eval_generate": ["--algorithm", "sft"],
         "use_opsm": ["--global-batch-size", "64"],
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
@@ -195,8 +194,7 @@ def test_a_word_with_a_dot_is_a_value_unless_another_trainer_has_an_option_of_th
     assert value("reward", "--reward", "my.rewards:math=0.5", "math=2") == ["my.rewards:math=0.5", "math=2"]
     assert value("rollout_engine_args", "--rollout-engine-args", "n=1", "temperature=1", "--rollout-engine", "vllm")
     assert value("environment_kwargs", "--environment", "m:f", "--environment-kwargs", "data.shuffle=1")
-    files = ["critic.jsonl=0.7", "./data.shuffle=0.3"]
-    assert value("prompt_data", "--prompt-data", *files) == files
+    assert value("prompt_data", "--prompt-data", "critic.jsonl") == "critic.jsonl"
 
 
 def test_a_key_of_a_section_is_translated_with_the_name_of_the_section():

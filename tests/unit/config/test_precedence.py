@@ -8,7 +8,7 @@ from fsdptrain.config import Config, load_recipe, resolve, to_yaml
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.precedence import ALGORITHM_OWN
 from fsdptrain.config.presets import PRESETS
-from fsdptrain.config.recipe import LEFT_OUT, SUPERSEDED
+from fsdptrain.config.recipe import SUPERSEDED
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "spell_backward_demo.yaml"
 
@@ -75,22 +75,3 @@ def test_another_loss_leaves_aggregation_and_advantage_to_the_recipe(tmp_path):
     config = load_recipe(recipe, loss="cispo").algorithm
     assert (config.loss, config.eps_clip, config.eps_clip_high) == ("cispo", 0.2, None)
     assert (config.loss_aggregation, config.use_opsm) == ("sequence_mean", True)
-
-
-@pytest.mark.parametrize(
-    ("before", "flags", "left"),
-    [
-        ({"global_batch_size": 64}, ["--steps-per-rollout", "8"], {"global_batch_size": None}),
-        ({"steps_per_rollout": 2}, ["--global-batch-size", "32"], {"steps_per_rollout": None}),
-        ({"bf16": True}, ["--fp16"], {"bf16": False}),
-        ({"fp16": True}, ["--bf16"], {"fp16": False}),
-        ({"lr_warmup_iters": 5}, ["--lr-warmup-fraction", "0.1"], {"lr_warmup_iters": 0}),
-    ],
-)
-def test_a_flag_that_says_the_same_in_another_way_wins_over_the_recipes_way(before, flags, left, tmp_path):
-    recipe = written(tmp_path, **before)
-    resolved = resolve(["--recipe", recipe, *flags])
-    [(flat, value)] = left.items()
-    key = all_keys()[flat]
-    assert key.value(resolved.config) == value
-    assert resolved.sources[flat] == LEFT_OUT

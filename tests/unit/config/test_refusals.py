@@ -20,7 +20,6 @@ ON = {  # values for which a property of Config holds, or does not
     "@is_truncated": ({"rollout_top_k": 20}, {}),
     "@generates": ({}, {"algorithm": "sft"}),
     "@evaluates": ({}, {"eval_interval": 0}),
-    "@uses_judge": ({"reward": ["judge"]}, {}),
     "@stores_reference": ({"kl_loss_coef": 0.1}, {}),
     "@engine_has_own_devices": ({"rollout_urls": ["http://a:1"]}, {}),
 }
@@ -166,9 +165,6 @@ COMPUTED = """
 --global-batch-size 64 --router-replay scoring --use-rollout-logprobs | --router-replay; the policy is not scored | --router-replay rollout
 --global-batch-size 100 | --global-batch-size 100; 32; 8; 256; e.g. 64 | --global-batch-size 64
 --global-batch-size 512 | --global-batch-size 512; e.g. 256 | --global-batch-size 64
---global-batch-size 64 --steps-per-rollout 3 | --steps-per-rollout 3; make 4 steps of 64 | --steps-per-rollout 4
---steps-per-rollout 3 --epochs-per-rollout 2 | --steps-per-rollout 3; multiple of --epochs-per-rollout 2; e.g. 4 | --steps-per-rollout 4
---steps-per-rollout 257 | --steps-per-rollout 257; = 256 samples; at most 256 | --steps-per-rollout 256
 --rollout-engine vllm-server | --rollout-urls; --rollout-num-servers; one of the two
 --rollout-engine vllm-server --rollout-urls http://127.0.0.1:8000 --rollout-num-servers 1 | --rollout-urls; --rollout-num-servers; one of the two
 --rollout-engine vllm-server --rollout-urls 127.0.0.1:8000 | --rollout-urls '127.0.0.1:8000'; http://
@@ -205,9 +201,6 @@ def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
 DATA_REFUSED = [
     ({"input_key": "question"}, ["--input-key", "reasoning_gym"], {"prompt_data": "a.jsonl"}),
     ({"label_key": "question"}, ["--label-key"], {"prompt_data": "a.jsonl"}),
-    ({"metadata_key": "question"}, ["--metadata-key"], {"prompt_data": "gsm8k"}),
-    ({"prompt_split": "test"}, ["--prompt-split"], {"prompt_data": "gsm8k"}),
-    ({"prompt_data": "a.jsonl?x=1", "prompt_split": "test"}, ["--prompt-split"], {"prompt_data": "folder"}),
     ({"image_key": "images"}, ["--image-key", "no columns"], {"prompt_data": "a.jsonl"}),
 ]  # fmt: skip
 

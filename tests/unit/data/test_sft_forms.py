@@ -30,35 +30,20 @@ def row_of(values: dict[str, Any], sft: SftConfig | None = None, **data: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("values", "form", "prompt", "label"),
+    ("values", "line", "prompt", "label"),
     [
-        ({"messages": [ASK, ANSWER]}, "messages, in column messages", [ASK, ANSWER], Conversation([ASK, ANSWER])),
-        (
-            {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], "system": "S"},
-            "sharegpt, in column conversations",
-            [{"role": "system", "content": "S"}, ASK, ANSWER],
-            Conversation([{"role": "system", "content": "S"}, ASK, ANSWER]),
-        ),
-        (
-            {"instruction": "Add.", "input": "2+2", "output": "4"},
-            "alpaca, in columns instruction and output",
-            [{"role": "user", "content": "Add.\n\n2+2"}],
-            "4",
-        ),
-        ({"instruction": "2+2?", "input": "", "output": "4"}, "alpaca", [ASK], "4"),
-        ({"prompt": "2+2?", "completion": "4"}, "completion, in columns prompt and completion", "2+2?", "4"),
-        ({"prompt": [ASK], "completion": [ANSWER]}, "completion", [ASK], Conversation([ASK, ANSWER], first=1)),
-        ({"prompt": [ASK], "completion": "4"}, "completion", [ASK], Conversation([ASK, ANSWER], first=1)),
-        ({"text": "2+2=4"}, "text, in column text", "2+2=4", Text("2+2=4")),
-        ({"prompt": "2+2?", "label": "4"}, "prompt and label, in the columns prompt", "2+2?", "4"),
-        ({"prompt": "[1]", "completion": '[{"a": 1}]'}, "completion", "[1]", '[{"a": 1}]'),
+        ({"messages": [ASK, ANSWER]}, "messages in the column messages", [ASK, ANSWER], Conversation([ASK, ANSWER])),
+        ({"prompt": "2+2?", "completion": "4"}, "prompts in the column prompt, responses in completion", "2+2?", "4"),
+        ({"prompt": [ASK], "completion": [ANSWER]}, "responses in completion", [ASK], [ANSWER]),
+        ({"prompt": "2+2?", "label": "4"}, "responses in label", "2+2?", "4"),
+        ({"text": "2+2=4"}, "text in the column text", "2+2=4", Text("2+2=4")),
     ],
 )
-def test_the_form_is_detected_by_the_columns_and_logged(values, form, prompt, label, caplog) -> None:
+def test_the_form_is_detected_by_the_columns_and_logged(values, line, prompt, label, caplog) -> None:
     caplog.set_level(logging.INFO)
     row = row_of(values)
     assert (row.prompt, row.label) == (prompt, label)
-    assert f"--prompt-data dataset: form: {form}" in caplog.text
+    assert line in caplog.text
 
 
 def test_options_that_name_columns_are_respected() -> None:
@@ -70,7 +55,6 @@ def test_options_that_name_columns_are_respected() -> None:
 @pytest.mark.parametrize(
     ("values", "label"),
     [
-        ({"instruction": "2+2?", "input": "", "output": "4", "text": "x"}, "4"),
         ({"text": "x", "messages": [ASK, ANSWER]}, Conversation([ASK, ANSWER])),
         ({"prompt": "a", "label": "x", "completion": "4"}, "4"),
         ({"prompt": "a", "label": "4", "text": "x"}, "4"),
@@ -84,8 +68,9 @@ def test_of_several_forms_the_first_is_taken(values, label) -> None:
     ("values", "sft", "data", "message"),
     [
         ({"question": "a", "answer": "b"}, {}, {}, "none of the known forms .* its columns are question, answer; name"),
+        ({"conversations": []}, {}, {}, "has the ShareGPT form: make a column `messages` of it with `datasets`"),
+        ({"instruction": "a", "output": "b"}, {}, {}, "has the Alpaca form: "),
         ({"text": "a"}, {}, {"system_prompt": "S"}, "--system-prompt has no effect on .*, which is text"),
-        ({"messages": [ASK]}, {}, {"metadata_key": "no"}, "--metadata-key has no effect on .* of the form messages"),
         ({"text": "a"}, {"loss_on": "last"}, {}, "--sft-loss-on last has no effect on .*, which is text"),
         ({"query": "a", "answer": "b"}, {}, {"input_key": "query"}, "--label-key 'label' is not a column"),
     ],
@@ -104,17 +89,12 @@ def test_an_unknown_form_is_one_line(values, sft, data, message) -> None:
         ({"messages": ["hi"]}, "no messages"),
         ({"messages": [{"content": "hi"}]}, "unknown role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, "unknown role"),
-        ({"conversations": [{"from": "gpt", "content": "x"}]}, "no content"),
-        ({"conversations": [{"from": "gpt", "content": "x", "tool_calls": [CALL]}]}, "no content"),
         ({"messages": [{"role": "assistant", "value": "x"}]}, "no content"),
         ({"messages": [{"role": "assistant", "text": "x"}]}, "no content"),
         ({"messages": [ASK, {"role": "assistant", "content": None}]}, "no content"),
         ({"messages": [{**ANSWER, "tool_calls": [{"function": {}}]}]}, "tool calls"),
         ({"messages": [{**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
         ({"messages": [ANSWER], "tools": "{"}, "JSON"),
-        ({"instruction": None, "output": "x"}, "not text"),
-        ({"instruction": "x", "output": "x", "tools": [TOOL]}, "tools"),
         ({"text": None}, "no text"),
         ({"prompt": None, "label": "x"}, "columns"),
         ({"prompt": "x", "label": "x", "tools": [TOOL]}, "columns"),
@@ -133,13 +113,6 @@ def test_tool_calls_and_tools_are_mappings_whatever_the_file_has(arguments: Any,
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     row = row_of({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": tools})
     assert row.label == Conversation([ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [TOOL])
-
-
-def test_a_function_call_of_sharegpt_is_a_tool_call() -> None:
-    turns = [{"from": "function_call", "value": json.dumps(CALL["function"])}, {"from": "observation", "value": "5"}]
-    assert row_of({"conversations": turns}).label == Conversation(
-        [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]
-    )
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -161,12 +134,11 @@ def test_text_parts_are_joined() -> None:
     assert row_of({"messages": [{"role": "user", "content": parts}, ANSWER]}).label == Conversation([ASK, ANSWER])
 
 
-def test_nulls_of_a_schema_are_removed_and_those_of_json_text_stay() -> None:
+def test_nulls_of_mappings_are_removed_and_those_of_json_text_stay() -> None:
     schema = {"type": "function", "function": {"name": "add", "parameters": {"default": None}}}
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": None}}}
     chat = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    as_text = row_of({"messages": json.dumps(chat), "tools": json.dumps([schema])}).label
-    assert as_text == Conversation(chat, [schema])
+    assert row_of({"messages": [ASK, ANSWER], "tools": json.dumps([schema])}).label.tools == [schema]
     assert row_of({"messages": chat, "tools": [schema]}).label.tools[0]["function"]["parameters"] == {}
     calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}]
     assert row_of({"messages": [ASK, {**ANSWER, "content": "", "tool_calls": calls}]}).label.messages == chat
@@ -175,10 +147,7 @@ def test_nulls_of_a_schema_are_removed_and_those_of_json_text_stay() -> None:
 @pytest.mark.parametrize("folder", [False, True])
 def test_cells_of_csv_files_are_their_text(folder: bool, tmp_path: Path) -> None:
     name = tmp_path / "rows.csv"
-    cells = ["None", "NA", "null", "3", "", json.dumps([ANSWER]).replace('"', '""'), "[INST]"]
+    cells = ["None", "NA", "null", "3", "1.50", "", "[INST]"]
     name.write_text("prompt,completion\n" + "".join(f'"{i}","{cell}"\n' for i, cell in enumerate(cells)))
     rows = load_rows(DataConfig(prompt_data=str(tmp_path if folder else name)), seed=0, sft=SftConfig())
-    labels = [rows[i].label for i in range(len(rows))]
-    assert labels[:5] == cells[:5]
-    assert labels[5] == Conversation([{"role": "user", "content": "5"}, ANSWER], first=1)
-    assert labels[6] == "[INST]"
+    assert [rows[i].label for i in range(len(rows))] == cells

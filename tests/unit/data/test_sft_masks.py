@@ -91,7 +91,6 @@ def test_the_loss_of_a_conversation_is_on_the_chosen_turns(template: str, loss_o
         ({"prompt": "2+2?", "completion": "4"}, {}, "<|user|>2+2?<|end|><|assistant|>«4<|end|>»"),
         ({"prompt": "2+2=", "completion": "4"}, {"apply_chat_template": False}, "2+2=«4<|end|>»"),
         ({"prompt": "2+2=", "completion": "4"}, {"apply_chat_template": False, "loss_on": "all"}, "«2+2=4<|end|>»"),
-        ({"instruction": "Add", "input": "2", "output": "4"}, {}, "<|user|>Add\n\n2<|end|><|assistant|>«4<|end|>»"),
         (
             {"prompt": CHAT[:4], "completion": CHAT[4:]},
             {},
@@ -140,8 +139,7 @@ MULTI_TURN = CHAT[1:]
             "inexact mask",
             "renders message 1 otherwise .* --sft-loss-on last or all",
         ),
-        ({"messages": CHAT[:2]}, TAGS, "no assistant turn", "row dataset:0: no message to train on"),
-        ({"prompt": CHAT[:3], "completion": CHAT[3:4]}, TAGS, "no assistant turn", "no message to train on"),
+        ({"messages": CHAT[:2]}, TAGS, "no assistant turn", "row dataset:0: no message is of the assistant"),
         ({"messages": CHAT}, "{{ raise_exception('no') }}", "template", "the chat template cannot render it: no"),
         ({"messages": CHAT[2:3]}, CHAT_TEMPLATE, "inexact mask", "begins with the assistant"),
         ({"messages": "hello"}, TAGS, "no messages", "row dataset:0: the column messages holds 'hello'"),

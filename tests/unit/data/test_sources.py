@@ -55,8 +55,8 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     elif request.param == "folder of splits":
         datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(path)
     else:
-        return as_rows(ROWS, config("", metadata_key="extra"))
-    return load_rows(config(path, metadata_key="extra"), seed=0)
+        return as_rows(ROWS, config("x"))
+    return load_rows(config(path), seed=0)
 
 
 def test_rows_do_not_depend_on_the_file_format(rows: Any) -> None:
@@ -64,55 +64,49 @@ def test_rows_do_not_depend_on_the_file_format(rows: Any) -> None:
     assert [(row.prompt, row.label) for row in (rows[i] for i in range(7))] == [
         (row["prompt"], row["label"]) for row in ROWS
     ]
-    if "label" not in rows[0].metadata:  # csv files hold no mappings, and metadata are all columns
-        assert [rows[i].metadata for i in range(7)] == [row["extra"] for row in ROWS]
+    if "extra" in rows[0].metadata:  # csv files hold no mappings
+        assert [rows[i].metadata for i in range(7)] == ROWS
     assert len({rows[i].id for i in range(7)}) == 7
 
 
-def test_metadata_are_all_columns_but_images_or_the_mapping_of_one_column() -> None:
+def test_metadata_are_all_columns_but_images() -> None:
     with_images = [{**row, "picture": []} for row in ROWS]
-    assert as_rows(with_images, config(""), image_key="picture")[3].metadata == ROWS[3]
-    assert as_rows(ROWS, config(""))[3].metadata == ROWS[3]
-    assert as_rows(ROWS, config("", metadata_key="extra"))[3].metadata == {"level": 3}
+    assert as_rows(with_images, config("x"), image_key="picture")[3].metadata == ROWS[3]
+    assert as_rows(ROWS, config("x"))[3].metadata == ROWS[3]
 
 
 def test_the_split_of_a_saved_data_set_can_be_chosen(tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=table, test=table.select([4])).save_to_disk(tmp_path / "d")
     assert load_rows(config(f"{tmp_path / 'd'}?split=test"), seed=0)[0].prompt == "question 4"
-    assert len(load_rows(config(tmp_path / "d", prompt_split="test"), seed=0)) == 1
-    with pytest.raises(DataError, match=r"--prompt-split dev is not in .*; it has train, test"):
-        load_rows(config(tmp_path / "d", prompt_split="dev"), seed=0)
+    assert len(load_rows(config(tmp_path / "d"), seed=0)) == 7
+    with pytest.raises(DataError, match=r"split=dev: it has only train, test"):
+        load_rows(config(f"{tmp_path / 'd'}?split=dev"), seed=0)
 
 
-def test_a_source_may_name_its_columns_and_a_file_has_no_splits(tmp_path: Path) -> None:
+def test_a_file_has_no_splits(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "a", "answer": 5}) + "\n")
-    row = load_rows(config(f"{path}?input_key=question&label_key=answer"), seed=0)[0]
-    assert (row.prompt, row.label) == ("a", 5)
-    with pytest.raises(ConfigError, match="no option 'split'; it takes input_key, label_key"):
+    path.write_text(json.dumps(ROWS[0]) + "\n")
+    with pytest.raises(ConfigError, match="no option 'split'; a file takes none"):
         load_rows(config(f"{path}?split=test"), seed=0)
 
 
 def test_rows_of_python_objects() -> None:
     chat, mine = [{"role": "user", "content": "hello"}], [Row("x", "hello")]
-    assert as_rows([{"prompt": chat, "label": 1}], config(""))[0].prompt == chat
-    assert as_rows(mine, config("")) is mine
-    assert as_rows([{"prompt": "x"}], config("", label_key=""))[0].label is None
+    assert as_rows([{"prompt": chat, "label": 1}], config("x"))[0].prompt == chat
+    assert as_rows(mine, config("x")) is mine
+    assert as_rows([{"prompt": "x"}], config("x", label_key=""))[0].label is None
 
 
 def test_a_key_after_a_dot_names_a_value_in_a_column_of_mappings() -> None:
     """As in data sets for verl, e.g. BytedTsinghua-SIA/DAPO-Math-17k. A column with a dot in its name comes first."""
     row = {"prompt": "a", "reward_model": {"ground_truth": "34", "style": "rule"}, "x.y": "b", "x": {"y": "c"}}
-    assert as_rows([row], config("", label_key="reward_model.ground_truth"))[0].label == "34"
-    assert as_rows([row], config("", label_key="x.y"))[0].label == "b"
-    assert as_rows([row], config("", input_key="reward_model.style", label_key=""))[0].prompt == "rule"
-    assert as_rows([{"prompt": "a", "x": {"y": {"z": 1}}}], config("", label_key="", metadata_key="x.y"))[
-        0
-    ].metadata == {"z": 1}
+    assert as_rows([row], config("x", label_key="reward_model.ground_truth"))[0].label == "34"
+    assert as_rows([row], config("x", label_key="x.y"))[0].label == "b"
+    assert as_rows([row], config("x", input_key="reward_model.style", label_key=""))[0].prompt == "rule"
     for wrong in ("reward_model.truth", "prompt.a", "reward_model."):
         with pytest.raises(DataError, match=f"--label-key '{wrong}' is not a column"):
-            as_rows([row], config("", label_key=wrong))
+            as_rows([row], config("x", label_key=wrong))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +114,6 @@ def test_a_key_after_a_dot_names_a_value_in_a_column_of_mappings() -> None:
     [
         ({"input_key": "promt"}, "--input-key 'promt' is not a column .* did you mean 'prompt'.*prompt, label, extra"),
         ({"label_key": "answer"}, "--label-key 'answer' .* prompt, label, extra, or --label-key \"\""),
-        ({"metadata_key": "meta"}, "--metadata-key 'meta' is not a column"),
     ],
 )
 def test_a_wrong_column_is_an_error_that_lists_the_columns(values: dict[str, str], message: str) -> None:
@@ -131,13 +124,11 @@ def test_a_wrong_column_is_an_error_that_lists_the_columns(values: dict[str, str
 @pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}], [{"role": "user", "content": None}],
                                     [{"role": "user", "content": 5}], [{"role": 5, "content": "text"}]])  # fmt: skip
 def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
-    rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config(""), name="mine")
+    rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config("x"), name="mine")
     with pytest.raises(DataError, match="row mine:1, counted from 0, holds"):
         rows[1]
-    with pytest.raises(DataError, match="--metadata-key m: row mine:0, counted from 0, holds 'x', not a mapping"):
-        as_rows([{"prompt": "x", "m": "x"}], config("", label_key="", metadata_key="m"), name="mine")[0]
     with pytest.raises(DataError, match="--prompt-data mine has no rows"):
-        as_rows([], config(""), name="mine")
+        as_rows([], config("x"), name="mine")
 
 
 @pytest.mark.parametrize(
@@ -147,9 +138,6 @@ def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
         ("empty.jsonl", "", "has no rows"),
         ("broken.jsonl", '{"prompt": "a"\nfoo', "cannot be read: JSON parse error"),
         ("broken.parquet", "foo", "cannot be read: "),
-        ("null.jsonl", "\nnull\n", "null.jsonl cannot be read: it begins with b'null'"),  # pyarrow: SIGSEGV
-        ("zeros.jsonl", "\0" * 99, "zeros.jsonl cannot be read: it begins with"),
-        ("deep.jsonl", "[" * 9000, "deep.jsonl cannot be read: its first row is nested too deep"),  # pyarrow: minutes
         ("nofolder/at_all", None, "cannot be read: "),
     ],
 )
@@ -212,7 +200,7 @@ def test_generated_rows_are_lazy() -> None:
 
 
 def test_training_and_evaluation_rows_are_disjoint_and_complete() -> None:
-    rows = as_rows(ROWS, config(""))
+    rows = as_rows(ROWS, config("x"))
     train, evaluation = split_rows(rows, 3, seed=5)
     held_out = {row.id for row in evaluation}
     assert len(held_out) == 3
@@ -222,14 +210,14 @@ def test_training_and_evaluation_rows_are_disjoint_and_complete() -> None:
 
 
 def test_eval_rows_are_all_different() -> None:
-    rows = as_rows([{"prompt": f"{i % 10}", "label": ""} for i in range(200)], config(""))
+    rows = as_rows([{"prompt": f"{i % 10}", "label": ""} for i in range(200)], config("x"))
     _, evaluation = split_rows(rows, 8, seed=0)
     assert len({content_hash(row) for row in evaluation}) == len(evaluation) == 8
 
 
 def test_an_eval_size_without_training_rows_is_an_error() -> None:
     with pytest.raises(DataError, match="--eval-size 128 leaves no training rows, the data has 7 rows"):
-        split_rows(as_rows(ROWS, config("")), 128, seed=0)
+        split_rows(as_rows(ROWS, config("x")), 128, seed=0)
 
 
 def test_the_content_hash_depends_on_the_prompt_only() -> None:

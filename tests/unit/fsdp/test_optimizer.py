@@ -49,12 +49,6 @@ def test_decay_follows_its_formula(style):
     assert lr(101) == lr(10_000) == (LR if style == "constant" else MIN)
 
 
-def test_warmup_fraction_is_a_share_of_the_decay_iters():
-    by_share = schedule("cosine", lr_warmup_fraction=0.25, lr_decay_iters=40)
-    by_count = schedule("cosine", lr_warmup_iters=10, lr_decay_iters=40)
-    assert [by_share(k) for k in range(50)] == [by_count(k) for k in range(50)]
-
-
 @given(x=st.floats(0, 1), shape=st.sampled_from(sorted(DECAYS)))
 def test_every_decay_goes_from_one_to_zero_and_never_leaves(x, shape):
     assert DECAYS[shape](0.0) == 1.0

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fsdptrain.config import Config
-from fsdptrain.loggers.console import ConsoleLogger, sample_lines
+from fsdptrain.loggers.console import ConsoleLogger
 from fsdptrain.loggers.run_info import RunInfo
 
 STEP = {
@@ -16,10 +16,6 @@ STEP = {
     "optim/grad_norm": 0.31,
     "perf/tokens_per_s": 1234.0,
 }
-SAMPLES = [
-    {"set": "heldout", "prompt": f"<|user|>question {i}?\n<|assistant|>", "response": f"answer {i}", "reward": i / 2}
-    for i in range(3)
-]
 
 
 @pytest.fixture
@@ -36,9 +32,7 @@ def written(tmp_path, capsys, *, resumed_step: int | None = None, total_steps: i
     for step in range((resumed_step or 0) + 1, 5):
         now[0] += pace
         logger.log({**STEP, "reward/mean": 0.25 * step, "loss/total": 0.1}, step)
-        logger.log_samples([{**SAMPLES[0], "set": "train", "response": "of training"}], step)
     logger.log({"eval/held_out/accuracy": 0.5}, 4)
-    logger.log_samples(SAMPLES, 4)
     logger.close()
     return capsys.readouterr().out
 
@@ -55,25 +49,6 @@ def test_without_steps_to_train_nothing_is_counted(run):
     out = run(total_steps=0, resumed_step=4)
     assert "acc 0.500" in out
     assert "/0" not in out
-
-
-def test_an_evaluation_shows_two_samples_with_rewards(run):
-    text = run()
-    assert "sample of step 4  reward 0.000\n  prompt    <|user|>question 0? <|assistant|>\n  response  answer 0" in text
-    assert "reward 0.500" in text
-    assert "answer 1" in text
-    assert "answer 2" not in text
-    assert "of training" not in text
-
-
-def test_samples_are_short_and_cannot_act_on_the_terminal():
-    sample = {"prompt": "p" * 500, "response": "\x1b[2J\x9b1m[red]a\r\n\u202e" + "b" * 500 + "end", "reward": None}
-    lines = sample_lines(sample, 3).split("\n")
-    assert lines[0] == "sample of step 3  no reward"
-    assert [len(line) for line in lines[1:]] == [92, 92]
-    assert lines[2].startswith("  response  \ufffd[2J\ufffd1m[red]a \ufffdbbb")
-    assert lines[2].endswith("end")
-    assert all(line.isprintable() for line in lines)
 
 
 def test_the_last_line_tells_a_finished_run_from_a_stopped_one(run, tmp_path):

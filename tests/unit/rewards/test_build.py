@@ -22,32 +22,32 @@ def parts_of(reward: WeightedSum, prompt: Prompt, response: str) -> dict[str, fl
 
 
 def test_several_rewards_are_a_weighted_sum_with_named_parts() -> None:
-    reward = build_reward(RewardConfig(reward=["math=0.9", "format=0.1"]), prompt_data=["x"])
+    reward = build_reward(RewardConfig(reward=["math=0.9", "format=0.1"]), prompt_data="x")
     assert parts_of(reward, PROMPT, "<answer>4</answer>") == {"math": 1.0, "format": 0.0, "reward": 0.9}
-    reward = build_reward(RewardConfig(reward=["exact", "format=-0.5"]), prompt_data=["x"])
+    reward = build_reward(RewardConfig(reward=["exact", "format=-0.5"]), prompt_data="x")
     assert parts_of(reward, PROMPT, GOOD) == {"exact": 1.0, "format": 1.0, "reward": 0.5}
 
 
 def test_auto_is_the_scorer_of_the_data() -> None:
-    of_math = build_reward(RewardConfig(), prompt_data=["x.jsonl"])
+    of_math = build_reward(RewardConfig(), prompt_data="x.jsonl")
     assert parts_of(of_math, PROMPT, GOOD) == {"math": 1.0, "reward": 1.0}
     entry = {"question": "", "answer": "4", "metadata": {}}
     prompt = Prompt("p", [1], "", metadata={"task": "spell_backward", "entry": entry})
-    reward = build_reward(RewardConfig(), prompt_data=["reasoning_gym:spell_backward"])
+    reward = build_reward(RewardConfig(), prompt_data="reasoning_gym:spell_backward")
     assert parts_of(reward, prompt, GOOD) == {"reasoning_gym": 1.0, "reward": 1.0}
 
 
 def test_auto_is_the_environment_reward_unless_the_data_have_a_scorer() -> None:
     prompt = Prompt("p", [1], "", metadata={"episode": Episode((), {"found": 2.0, "reward": 3.0}, True)})
-    reward = build_reward(RewardConfig(), prompt_data=["x.jsonl"], has_environment=True)
+    reward = build_reward(RewardConfig(), prompt_data="x.jsonl", has_environment=True)
     assert parts_of(reward, prompt, GOOD) == {"environment": 3.0, "found": 2.0, "reward": 3.0}
-    both = build_reward(RewardConfig(reward=["environment=0.5", "format"]), prompt_data=["x"], has_environment=True)
+    both = build_reward(RewardConfig(reward=["environment=0.5", "format"]), prompt_data="x", has_environment=True)
     assert parts_of(both, prompt, GOOD) == {"environment": 3.0, "found": 2.0, "format": 1.0, "reward": 2.5}
-    of_the_data = build_reward(RewardConfig(), prompt_data=["reasoning_gym:products"], has_environment=True)
+    of_the_data = build_reward(RewardConfig(), prompt_data="reasoning_gym:products", has_environment=True)
     readers = [reads_environment(r) for r in (reward, both, of_the_data, lambda prompt, text: 1.0)]
     assert readers == [True, True, False, True]
     with pytest.raises(ConfigError, match="there is no environment; set --environment"):
-        build_reward(RewardConfig(reward=["environment"]), prompt_data=["x"])
+        build_reward(RewardConfig(reward=["environment"]), prompt_data="x")
 
 
 def test_a_reward_function_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_a_reward_function_from_the_current_folder(tmp_path: Path, monkeypatch: 
         "def brevity(prompt, response):\n    return {'short': 1, 'len': len(response)}\n"
     )
     monkeypatch.chdir(tmp_path)
-    reward = build_reward(RewardConfig(reward=["my_rewards:brevity=0.5", "math"]), prompt_data=["x"])
+    reward = build_reward(RewardConfig(reward=["my_rewards:brevity=0.5", "math"]), prompt_data="x")
     assert parts_of(reward, PROMPT, "4") == {"short": 1.0, "len": 1.0, "brevity": 2.0, "math": 1.0, "reward": 2.0}
 
 
@@ -63,7 +63,7 @@ def test_a_detail_of_one_reward_never_hides_another(tmp_path: Path, monkeypatch:
     """Advantages may be made of each reward by its name."""
     (tmp_path / "detailed.py").write_text("def f(prompt, response):\n    return {'reward': 0.25, 'math': 7, 'f': 9}\n")
     monkeypatch.chdir(tmp_path)
-    reward = build_reward(RewardConfig(reward=["math=2", "detailed:f=4"]), prompt_data=["x"])
+    reward = build_reward(RewardConfig(reward=["math=2", "detailed:f=4"]), prompt_data="x")
     assert parts_of(reward, PROMPT, "4") == {"math": 1.0, "f": 0.25, "reward": 3.0}
     assert reward.weights == {"math": 2.0, "f": 4.0}
 
@@ -72,12 +72,12 @@ def test_functions_with_the_same_name_have_full_names(tmp_path: Path, monkeypatc
     for module in ("rm_one", "rm_two"):
         (tmp_path / f"{module}.py").write_text("def compute_score(prompt, response):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
-    reward = build_reward(RewardConfig(reward=["rm_one:compute_score=2", "rm_two:compute_score"]), prompt_data=["x"])
+    reward = build_reward(RewardConfig(reward=["rm_one:compute_score=2", "rm_two:compute_score"]), prompt_data="x")
     assert reward.weights == {"rm_one.compute_score": 2.0, "rm_two.compute_score": 1.0}
 
 
 def test_a_reward_that_cannot_score_is_named() -> None:
-    reward = build_reward(RewardConfig(reward=["format", "math"]), prompt_data=["x"])
+    reward = build_reward(RewardConfig(reward=["format", "math"]), prompt_data="x")
     results = compute_rewards(in_process(reward), [replace(PROMPT, label=None), PROMPT], [GOOD, GOOD])
     assert results.first_error == "math returned None, which means that it cannot score this"
     assert [score.reward for score in results.results] == [None, 2.0]
@@ -87,7 +87,7 @@ def test_a_reward_that_cannot_score_is_named() -> None:
 def test_a_function_with_a_reserved_name_has_its_full_name(name, tmp_path, monkeypatch):
     (tmp_path / f"mine_{name}.py").write_text(f"def {name}(prompt, response):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
-    reward = build_reward(RewardConfig(reward=[f"mine_{name}:{name}=2", "math"]), prompt_data=["x"])
+    reward = build_reward(RewardConfig(reward=[f"mine_{name}:{name}=2", "math"]), prompt_data="x")
     assert parts_of(reward, PROMPT, "4") == {f"mine_{name}.{name}": 0.5, "math": 1.0, "reward": 2.0}
     assert reward.weights == {f"mine_{name}.{name}": 2.0, "math": 1.0}
 
@@ -106,4 +106,4 @@ def test_a_function_with_a_reserved_name_has_its_full_name(name, tmp_path, monke
 )
 def test_an_invalid_reward_is_an_error(specs: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_reward(RewardConfig(reward=specs), prompt_data=["x.jsonl"])
+        build_reward(RewardConfig(reward=specs), prompt_data="x.jsonl")

@@ -208,7 +208,7 @@ def test_a_program_dies_with_the_process_that_tests_it(isolated: bool) -> None:
 
 
 def test_the_reward_runs_in_processes_by_its_name() -> None:
-    weighted = build_reward(RewardConfig(reward=["code"]), prompt_data=["x"])
+    weighted = build_reward(RewardConfig(reward=["code"]), prompt_data="x")
     reward = ParallelReward(weighted, num_workers=1, timeout=60.0, patience=180.0)
     [right, bad] = reward.run(
         [

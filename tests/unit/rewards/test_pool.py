@@ -20,7 +20,6 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rewards import parallel
 from fsdptrain.rewards.build import Component, WeightedSum
-from fsdptrain.rewards.local import EventLoop
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel, default_workers
 from fsdptrain.rewards.pool import worker_environment
 from fsdptrain.rewards.results import compute_rewards
@@ -29,6 +28,7 @@ from tests.unit.rewards import user_rewards
 from tests.unit.rewards.user_rewards import (
     Judge,
     Unloadable,
+    hangs_at_zero,
     judge,
     list_for_one,
     lists,
@@ -132,27 +132,23 @@ def test_a_killed_trainer_leaves_no_process() -> None:
     wait_until(lambda: has_ended(worker))
 
 
-@pytest.mark.parametrize("num_workers", [0, 4])
-def test_a_reward_that_always_hangs_ends_the_rollout(num_workers: int, tmp_path: Path) -> None:
+def test_a_reward_that_always_hangs_ends_the_rollout(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     with (
-        pool(sleeps, num_workers, timeout=SHORT, patience=2 * SHORT) as rewards,
+        pool(sleeps, 4, timeout=SHORT, patience=2 * SHORT) as rewards,
         pytest.raises(RolloutError, match=r"no longer than 2 s for that; last: .* 1 s \(prompt 'a'\); .*--reward-time"),
     ):
         scores(rewards, ["600"] * 100, with_metadata(path=str(calls)))
-    assert len(calls.read_text().split()) <= 4 * max(1, num_workers)
+    assert len(calls.read_text().split()) <= 16
 
 
 def test_all_rewards_of_a_run_have_one_patience() -> None:
-    def hangs_for(text: str) -> Any:
-        return lambda prompt, response: time.sleep(600) or 0.0 if response == text else 1.0
-
-    parts = tuple(Component(name, 1.0, hangs_for(name)) for name in ("a", "b"))
+    parts = tuple(Component(name, 1.0, reward) for name, reward in (("a", sleeps), ("b", hangs_at_zero)))
     with (
-        pool(WeightedSum(parts), 0, timeout=0.5, patience=1.0) as rewards,
+        pool(WeightedSum(parts), 1, timeout=SHORT, patience=2 * SHORT) as rewards,
         pytest.raises(RolloutError, match="2 late calls in one rollout"),
     ):
-        scores(rewards, ["a", "b"])
+        scores(rewards, ["600", "0"])
 
 
 def test_closing_ends_a_rollout_of_another_thread_and_its_processes(tmp_path: Path) -> None:
@@ -175,21 +171,11 @@ def test_async_calls_run_at_the_same_time_and_late_ones_cost_their_samples() -> 
     with pool(judge) as rewards:
         assert scores(rewards, ["together"] * 60) == [1.0] * 60
     with pool(judge, timeout=SHORT) as rewards:
-        results = compute_rewards(rewards, [PROMPT] * 6, ["1", "late", "stubborn", "raise", "canceled", "5"])
-    assert [result.reward for result in results.results] == [1.0, None, None, None, None, 5.0]
+        results = compute_rewards(rewards, [PROMPT] * 5, ["1", "late", "raise", "canceled", "5"])
+    assert [result.reward for result in results.results] == [1.0, None, None, None, 5.0]
     assert results.first_error == f"{OBEDIENT[:-8]}judge: no answer within --reward-timeout 1 s"
     with pool(Judge()) as rewards:
         assert scores(rewards, ["1", "none", "3"]) == [1.0, None, 3.0]
-
-
-def test_an_async_call_that_blocks_its_event_loop_costs_the_rollout_its_samples(monkeypatch: Any) -> None:
-    monkeypatch.setattr(EventLoop, "grace", 0.0)
-    event = threading.Event()
-    with pool(judge, timeout=SHORT) as rewards:
-        outcomes = rewards.run([(PROMPT, "1"), (with_metadata(event=event), "blocks"), (PROMPT, "3")])
-        assert str(outcomes[1]).endswith("within --reward-timeout 1 s")
-        assert scores(rewards, ["1", "2"]) == [1.0, 2.0]
-    event.set()
 
 
 def test_a_reward_of_lists_gets_all_samples_in_one_call() -> None:
@@ -241,22 +227,16 @@ def test_a_reward_that_cannot_score_an_empty_response_is_reported_by_one_rank() 
 
 
 @pytest.mark.parametrize("module", ["tests", "__main__"])
-def test_a_closure_runs_in_this_process_and_its_hang_costs_its_sample(
-    module: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    hanging, pid = threading.Event(), os.getpid()
+def test_a_closure_runs_in_this_process(module: str, caplog: pytest.LogCaptureFixture) -> None:
+    pid = os.getpid()
 
     def closure(prompt: Prompt, response: str) -> float:
-        if response == "600":
-            hanging.wait()
         return float(os.getpid() == pid)
 
     closure.__module__ = module
-    with pool(closure, timeout=SHORT) as rewards:
-        assert scores(rewards, ["1", "600", "1"]) == [1.0, None, 1.0]
-    hanging.set()
-    assert "closure runs in the trainer's process, one call at a time, because no other process can load" in caplog.text
-    assert "define it in a module that can be imported to run it in processes" in caplog.text
+    with pool(closure) as rewards:
+        assert scores(rewards, ["1", "2"]) == [1.0, 1.0]
+    assert "closure runs in the trainer, without --reward-timeout, because no other process can load it" in caplog.text
 
 
 def test_the_default_deadline_allows_three_hanging_calls() -> None:

@@ -44,6 +44,11 @@ def sleeps(prompt: Prompt, response: str) -> float:
     return float(response)
 
 
+def hangs_at_zero(prompt: Prompt, response: str) -> float:
+    time.sleep(0.0 if float(response) else 600)
+    return 1.0
+
+
 class Unloadable:
     """Pickles, and does not load."""
 
@@ -60,14 +65,6 @@ _together: dict[asyncio.AbstractEventLoop, tuple[list[str], asyncio.Event]] = {}
 async def judge(prompt: Prompt, response: str) -> float | None:
     if response == "late":
         await asyncio.sleep(600)
-    if response == "stubborn":
-        while True:
-            try:
-                await asyncio.sleep(600)
-            except asyncio.CancelledError:
-                continue
-    if response == "blocks":
-        prompt.metadata["event"].wait()
     if response == "together":  # sixty of these wait for each other
         arrived, all_here = _together.setdefault(asyncio.get_running_loop(), ([], asyncio.Event()))
         arrived.append(response)

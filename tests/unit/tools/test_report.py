@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.tools.report.report import print_report, report_rows
+from fsdptrain.tools.report.report import print_report
+from fsdptrain.tools.report.report import report_rows as rows_of
+from fsdptrain.tools.watch.run_data import RunData
 
 GRPO = [
     {"step": 0, "eval/heldout/accuracy": 0.25, "eval/heldout_greedy/accuracy": 0.5},
@@ -24,6 +26,16 @@ def write(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
+def read(folder: Path) -> RunData:
+    run = RunData(folder, "a")
+    run.poll()
+    return run
+
+
+def report_rows(folder: Path):
+    return rows_of(read(folder).curves)
+
+
 def test_rows_have_first_best_and_last_values(tmp_path):
     rows = {row.label: (row.first, row.best, row.last) for row in report_rows(write(tmp_path, GRPO))}
     assert rows == {
@@ -38,27 +50,13 @@ def test_rows_have_first_best_and_last_values(tmp_path):
 def test_a_folder_without_steps_is_one_line(tmp_path, rows):
     if rows is not None:
         write(tmp_path, rows)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
-        report_rows(tmp_path)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl has no step"):
+        print_report(read(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("metrics.jsonl", '{"step": NaN, "reward/mean": 1}\n'),
-        ("metrics.jsonl", '{"step": "1", "reward/mean": 1}\n'),
-        ("metrics.jsonl", '{"step": 1, "reward/mean": "high"}\n'),
-        ("metrics.jsonl", '{"step": 1, "reward/mean": [1]}\n'),
-        ("metrics.jsonl", "[" * 9000 + "\n"),
-        ("config.yaml", "algorithm: ["),
-        ("config.yaml", "[algorithm]"),
-        ("config.yaml", "algorithm: grpo"),
-        ("config.yaml", "\udcff"),
-    ],
-)
-def test_a_broken_file_of_a_run_is_one_line_with_its_name(tmp_path, name, content):
-    run = write(tmp_path, GRPO)
-    (run / name).write_text(content, errors="surrogateescape")
-    with pytest.raises(ConfigError, match=name) as caught:
-        print_report(run)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("content", ["algorithm: [", "[algorithm]", "algorithm: grpo", "\udcff", None])
+def test_the_title_names_algorithm_model_and_data(tmp_path, content):
+    run = write(tmp_path / "a", GRPO)
+    whole = "algorithm: {algorithm: grpo}\nmodel: {hf_checkpoint: m}\ndata: {prompt_data: x}\nrun: {num_rollout: 3}\n"
+    (run / "config.yaml").write_text(whole if content is None else content, errors="surrogateescape")
+    assert read(run).title == ("grpo of m on x" if content is None else "a")
