@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.checks import across_nodes, check_world_size
+from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import Resolved
 from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.recipe import to_yaml
@@ -45,7 +45,7 @@ def dry_run(resolved: Resolved) -> None:
     if is_local:
         _check_sizes(config, world_size or _smallest_world(config))
     sys.stdout.write(to_yaml(config, resolved.sources))
-    notes = [*draw_grid(config, world_size), *across_nodes(config, local or 1)] if world_size is not None else []
+    notes = [] if world_size is None else draw_grid(config, world_size)
     notes += [f"not checked: {line}" for line in _unchecked(config, is_local)]
     sys.stdout.writelines(f"# {note}\n" for note in notes)
 

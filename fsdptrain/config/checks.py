@@ -5,7 +5,7 @@ Each problem is one line with the flags, the values and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.keys import Key, all_keys
@@ -62,17 +62,6 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
     for section in config.sections:
         _raise_first(section.launch_problems(world_size, local_world_size))
     check_world_size(config, world_size)
-
-
-def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
-    """Warn about groups that span nodes, one line per kind. This is allowed but slow, except for pipeline stages."""
-    for group in config.rank_groups:
-        if group.in_layers and group.size > 1 and local_world_size % (group.size * group.stride):
-            yield (
-                f"{all_keys()[group.key].flag} {group.size}: its groups do not lie within a node of {local_world_size} "
-                "processes, so every layer waits for the network between nodes; a divisor of "
-                f"{local_world_size} would not"
-            )
 
 
 def idle_reason(config: Config, flat: str) -> str:

@@ -18,7 +18,6 @@ from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
 
 _FLAG = re.compile(r"--[A-Za-z]")
-_HYDRA = re.compile(r"\+{0,2}(\w+(?:\.\w+)+)=")  # a.b.c=value
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,7 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
         if negated or option.annotation is bool or (option.is_switch and not equals and not _values(rest)):
             values[key] = not negated
             continue
-        tokens = [attached] if equals else _take(rest, many=option.many)
-        _refuse_option_of_hydra(tokens[1:] if get_origin(option.annotation) is dict else tokens)
-        values[key] = convert(option, tokens)
+        values[key] = convert(option, [attached] if equals else _take(rest, many=option.many))
     return values
 
 
@@ -160,15 +157,6 @@ def _refuse_value(option: Option, attached: str | None, rest: list[str]) -> None
         off = f"--no-{option.flag[2:]}"
         shown = option.flag if option.annotation is bool else off
         raise ConfigError(f"{shown} takes no value, got {value!r}: it is {option.flag} or {off}")
-
-
-def _refuse_option_of_hydra(tokens: Sequence[str]) -> None:
-    """Refuse `data.train_batch_size=8` of verl among the values of a flag that takes several, such as --prompt-data."""
-    for match in filter(None, map(_HYDRA.match, tokens)):
-        from fsdptrain.config.other_names import is_listed  # only for such a word
-
-        if is_listed(match[1]):
-            raise ConfigError(f"unexpected argument {match.string!r}: {translation(match[1])}")
 
 
 def _take(rest: list[str], *, many: bool) -> list[str]:

@@ -157,11 +157,5 @@ def translation(name: str) -> str:
 
 def advice(name: str, known: list[str]) -> str:
     """Return advice for an unknown `name`: the name here of another trainer's option, or the nearest name."""
-    from fsdptrain.config.other_names import similar, translate  # only for errors
-
-    if translated := translate(name):
-        return f": {translated}"
-    if near := suggest(name, known, cutoff=0.8):
-        return near
-    elsewhere = similar(name)
-    return f": {elsewhere}" if elsewhere else ""
+    translated = translation(name)
+    return f": {translated}" if translated else suggest(name, known, cutoff=0.8)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from configparser import RawConfigParser
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -27,11 +26,6 @@ def as_flag(name: str) -> str:
     return "--" + name.lstrip("-+").replace("_", "-")
 
 
-def is_listed(name: str) -> bool:
-    """Return whether another trainer has an option of exactly this `name`."""
-    return as_flag(name)[2:] in _sections()["advice"] or as_flag(name) in names_here()
-
-
 def translate(name: str) -> str:
     """Return advice for the `name` that another trainer gives an option, or ""."""
     flag = as_flag(name)
@@ -42,15 +36,6 @@ def translate(name: str) -> str:
     if here == NONE:
         return f"there is none here{note and f' ({note})'}: leave it out"
     return f"it is {here} here" if here else ""
-
-
-def similar(name: str) -> str:
-    """Return advice for a `name` that is nearly one of another trainer, with the same sections before it, or ""."""
-    section, dot, last = as_flag(name).rpartition(".")
-    others = {other.removeprefix(section + dot): other for other in names_here() if other.rpartition(".")[0] == section}
-    close = get_close_matches(last, others, n=1, cutoff=0.9)
-    here = names_here()[others[close[0]]][0] if close else NONE
-    return "" if here == NONE else f"{others[close[0]]} is {here} here"
 
 
 @cache

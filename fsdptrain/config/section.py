@@ -33,7 +33,6 @@ class RankGroup:
     size: int
     shares_packs: bool = True  # its ranks get the same packs
     shares_tokens: bool = False  # each holds a part of the tokens, so packs may be `size` times longer
-    in_layers: bool = True  # its ranks wait for each other in every layer
     stride: int = 0  # 0: as described above
 
     def lies_within(self, other: "RankGroup") -> bool:

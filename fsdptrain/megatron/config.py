@@ -33,7 +33,7 @@ class MegatronConfig(Section):
         replica = self.tensor_parallel * self.pipeline_parallel
         return (
             RankGroup("tensor", "megatron_tensor_parallel", self.tensor_parallel),
-            RankGroup("stages", "megatron_pipeline_parallel", self.pipeline_parallel, in_layers=False),
+            RankGroup("stages", "megatron_pipeline_parallel", self.pipeline_parallel),
             RankGroup("experts", "megatron_expert_parallel", self.expert_parallel, shares_packs=False, stride=replica),
         )
 

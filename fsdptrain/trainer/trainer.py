@@ -1,6 +1,5 @@
 """`Trainer`: a run from Python."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
 from fsdptrain.config import Config, check_processes
-from fsdptrain.config.checks import across_nodes
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine
 from fsdptrain.trainer.callbacks import Callback
@@ -24,8 +22,6 @@ from fsdptrain.trainer.run_dir import EXPORT
 from fsdptrain.trainer.run_lock import lock_folder
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics
-
-log = logging.getLogger(__name__)
 
 Rows = Sequence[Mapping[str, Any]]  # a `datasets.Dataset`, or a list of mappings
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "..."}, ...]
@@ -190,8 +186,6 @@ class Trainer:
         with platform.process_group(self.config.launch.dist_timeout):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)
-            for line in across_nodes(self.config, local_world_size) if dist.get_rank() == 0 else ():
-                log.warning("%s", line)
             platform.seed_everything(self.config.run.seed + dist.get_rank())
             platform.set_deterministic(self.config.model.deterministic_mode)
             with lock_folder(self.config), ExitStack() as stack:

@@ -61,7 +61,6 @@ def test_flags_are_read(flat, argv, expected):
         (["--logprob-chunk-size", "all"], "--logprob-chunk-size must be a whole number, got 'all'"),
         (["--logprob-chunk-size", "0"], "--logprob-chunk-size must be at least 1, got 0"),
         (["--speed", "fast"], "unknown flag --speed: it was removed, set --compile yourself"),
-        (["--leaning-rate", "1"], "unknown flag --leaning-rate: --learning-rate is --lr here"),
         (["--fp8", "nowhere"], "--fp8 must be a list of training, rollout, got 'nowhere'"),
         (["--load-in-2bit"], "unknown flag --load-in-2bit"),
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
@@ -176,11 +175,6 @@ def test_the_name_that_another_trainer_gives_an_option_is_translated(word, here)
             ["--prompt-data", "a.jsonl", "data.train_batch_size=3"],
             "unexpected argument 'data.train_batch_size=3': it is --rollout-batch-size here",
         ),
-        (["--prompt-data", "+data.shuffle=1"], "unexpected argument '+data.shuffle=1': it is --rollout-shuffle here"),
-        (
-            ["--actor_rollout_ref.actor.optim.weight_decays", "1"],
-            "unknown flag --actor-rollout-ref.actor.optim.weight-decays: --actor-rollout-ref.actor.optim.weight-decay ",
-        ),
         (["--vllm_num_engines", "2"], "unknown flag --vllm-num-engines: --rollout-engine vllm has one on each GPU"),
     ],
 )
@@ -188,13 +182,6 @@ def test_the_form_of_other_trainers_is_answered_with_the_option_here(argv, line)
     with pytest.raises(ConfigError) as caught:
         resolve([*MODEL, *argv])
     assert str(caught.value).startswith(line)
-
-
-def test_a_word_with_a_dot_is_a_value_unless_another_trainer_has_an_option_of_this_name():
-    assert value("reward", "--reward", "my.rewards:math=0.5", "math=2") == ["my.rewards:math=0.5", "math=2"]
-    assert value("rollout_engine_args", "--rollout-engine-args", "n=1", "temperature=1", "--rollout-engine", "vllm")
-    assert value("environment_kwargs", "--environment", "m:f", "--environment-kwargs", "data.shuffle=1")
-    assert value("prompt_data", "--prompt-data", "critic.jsonl") == "critic.jsonl"
 
 
 def test_a_key_of_a_section_is_translated_with_the_name_of_the_section():

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.config import Config, check_world_size
-from fsdptrain.config.checks import across_nodes
 from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import Condition, Excludes
@@ -45,17 +44,6 @@ def test_groups_are_drawn_as_ranks_are_numbered() -> None:
         "stages [0 2] [1 3] [4 6] [5 7]",
         "experts [0 4] [1 5] [2 6] [3 7]",
     ]
-
-
-def test_groups_that_wait_in_each_layer_should_lie_within_a_node() -> None:
-    """Those of experts are as far apart as the ranks of a replica are many; stages wait for each other seldom."""
-    options = {"hf_checkpoint": "x", "backend": "megatron"}
-    experts = Config(**options, megatron_expert_parallel=4)
-    assert list(across_nodes(experts, 4)) == []
-    behind = Config(**options, megatron_expert_parallel=4, megatron_pipeline_parallel=2)
-    (line,) = across_nodes(behind, 4)
-    assert line.startswith("--megatron-expert-parallel 4: its groups do not lie within a node of 4 processes")
-    assert list(across_nodes(Config(**options, megatron_pipeline_parallel=4), 2)) == []
 
 
 def code_of_a_run() -> str:
