@@ -205,13 +205,6 @@ class ShapingConfig(Section):
     mask_truncated: Annotated[bool, RL_ONLY] = False
     """Exclude truncated responses from the loss and its denominators; their rewards stay in the baseline."""
 
-    def problems(self, config: "Config") -> Iterator[Problem]:
-        if self.overlong_penalty and config.overlong_buffer > config.rollout.max_response_len:
-            yield (
-                f"--overlong-buffer {config.overlong_buffer} is more than --rollout-max-response-len "
-                f"{config.rollout.max_response_len}: it is the last part of it, a fifth is usual"
-            )
-
 
 def _unknown(flag: str, name: str, table: Mapping[str, object]) -> str:
     takes = f"it takes {', '.join(table)} or package.module:function"

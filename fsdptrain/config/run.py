@@ -118,14 +118,3 @@ class LaunchConfig(Section):
     """Timeout of every wait between ranks. [s]"""
     dry_run: bool = False
     """Print the resolved configuration with the source of each value, and exit."""
-
-    def problems(self, config: "Config") -> Iterator[Problem]:
-        longest = 3 * (config.reward.reward_timeout or 0)  # a rollout may have as many, one after the other
-        if longest > config.reward_patience:
-            ahead = config.sync.max_staleness
-            beside = f", for each of {1 + ahead} rollouts (--max-staleness {ahead})" if ahead else ""
-            yield (
-                f"--dist-timeout {self.dist_timeout} is too short for a --reward that hangs: half of it{beside} is "
-                f"{config.reward_patience:g} s, and 3 x --reward-timeout is {longest:g} s: raise it, or lower "
-                "--reward-timeout"
-            )

@@ -135,8 +135,6 @@ COMPUTED = """
 --log-to console console | --log-to; twice | --log-to console
 --log-project p | --log-project; trackio | --log-to trackio
 --context-parallel-size 2 --rollout-max-response-len 16384 | --rollout-max-response-len 16384; --max-tokens-per-gpu 8192 x --context-parallel-size 2 | --context-parallel-size 4 --rollout-max-batch-tokens 65536
---reward-timeout 301 | --dist-timeout 1800; 3 x --reward-timeout is 903 s | --reward-timeout 300
---reward-timeout 200 --max-staleness 1 --mismatch-correction tis | --dist-timeout 1800; for each of 2 rollouts (--max-staleness 1) is 450 s; 3 x --reward-timeout is 600 s | --dist-timeout 2400
 --algorithm sft --rollout-batch-size 8 --global-batch-size 4 | --rollout-batch-size | --rollout-batch-size 4
 --n-samples-per-prompt 1 | --n-samples-per-prompt; at least 2 | --n-samples-per-prompt 2
 --n-samples-per-prompt 1 | --n-samples-per-prompt | --advantage-estimator my.advantages:baseline
@@ -160,7 +158,6 @@ COMPUTED = """
 --loss sft | --loss sft; --algorithm sft | --loss my.losses:mine
 --algorithm sft --loss grpo | --loss; --algorithm sft | --loss my.losses:mine
 --advantage-estimator grppo | --advantage-estimator; 'grppo'; did you mean 'grpo'; package.module:function | --advantage-estimator my.advantages:mine
---overlong-penalty 1.0 --overlong-buffer 4096 | --overlong-buffer 4096; --rollout-max-response-len 2048 | --overlong-buffer 2048
 --router-replay scoring | --router-replay; --router-replay rollout | --global-batch-size 64
 --global-batch-size 64 --router-replay scoring --use-rollout-logprobs | --router-replay; the policy is not scored | --router-replay rollout
 --global-batch-size 100 | --global-batch-size 100; 32; 8; 256; e.g. 64 | --global-batch-size 64
