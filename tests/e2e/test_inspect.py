@@ -17,7 +17,7 @@ def test_the_report_for_people_fits_into_80_columns(tmp_path: Path):
     result = inspect(tmp_path / "model", tmp_path, "--num-gpus", "2")
     assert result.code == 0, result.err
     assert max(len(line) for line in result.out.splitlines()) <= 80
-    for words in ("Qwen3NextGatedDeltaNet", "recurrent mixer", "padded instead of packed", "over 2 ranks", "not tied"):
+    for words in ("Qwen3NextDecoderLayer", "recurrent mixer", "padded instead of packed", "over 2 ranks", "not tied"):
         assert words in result.out
 
 

@@ -8,7 +8,7 @@ from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, NUM_GPUS, check_machine
 
 INSPECT = {"num_gpus": NUM_GPUS, "json": JSON}
 INSPECT_USAGE = """\
-What will run, by config.json alone: modules, layout, kernels.
+What will run, by config.json alone: layers, layout, kernels.
 
 Takes any option of a run too; with --strict a fallback ends in exit code 2."""
 

@@ -26,6 +26,7 @@ from fsdptrain.features.model_parallel.plan import split_plan_of
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.estimate import Shapes
 from fsdptrain.model.attention.attention import resolve_attention
+from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers
 from fsdptrain.model.loading.meta import build_meta_model
@@ -34,7 +35,17 @@ from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.structure import active_sizes, count_parameters, freeze_vision, lm_head
-from fsdptrain.tools.inspect.module_tree import Part, module_tree
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Repeated layers of one kind."""
+
+    path: str  # with their span, as in `model.layers 0-35`
+    class_name: str
+    note: str  # their config entries, e.g. "sliding_attention"
+    count: int
+    numel: int  # parameters of one of them
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Inspection:
     model_class: str
     model_type: str
     module: str  # module that defines the class
-    parts: list[Part]
+    layers: list[Layers]
     parameters: Mapping[str, int]
     head: str
     probe: LayoutProbe | None
@@ -74,7 +85,7 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
-        parts=module_tree(model),
+        layers=_layers(model),
         parameters=_count(model, Shapes(model, config, num_gpus)),
         head=_head(model),
         probe=probe,
@@ -152,6 +163,19 @@ def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:
         "per_rank": sum(map(shapes.shard, model.parameters())),  # on the rank with most
         "num_shards": shapes.num_shards,
     }
+
+
+def _layers(model: PreTrainedModel) -> list[Layers]:
+    return [
+        Layers(
+            path=f"{kind.path} {kind.span}",
+            class_name=type(kind.layer).__name__,
+            note=", ".join(kind.entry),
+            count=len(kind.indices),
+            numel=sum(parameter.numel() for parameter in kind.layer.parameters()),
+        )
+        for kind in layer_kinds(model)
+    ]
 
 
 def _head(model: PreTrainedModel) -> str:

@@ -10,7 +10,6 @@ from rich.text import Text
 from fsdptrain.memory.estimate import count
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.tools.inspect.inspection import Inspection
-from fsdptrain.tools.inspect.module_tree import Part
 
 WIDEST = 100  # columns
 
@@ -19,7 +18,8 @@ def print_inspection(report: Inspection) -> None:
     console = narrow_console()
     line(console, report.model_class, f"{report.model_type}, {report.module}")
     section(console, "Parameters", facts([*_parameter_rows(report.parameters), ("head", report.head)]))
-    section(console, "Modules", table(("module", "class", "kind"), ("parameters",), map(_part, report.parts)))
+    layers = [(x.path.removeprefix("model."), x.class_name, x.note, _size(x.count, x.numel)) for x in report.layers]
+    section(console, "Layers", table(("layers", "class", "kind"), ("parameters",), layers))
     section(console, "Computation", facts(_computation(report)))
 
 
@@ -67,17 +67,8 @@ def _parameter_rows(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     yield "per rank", f"{count(counts['per_rank'])} over {_ranks(counts['num_shards'])}"
 
 
-def _part(part: Part) -> tuple[str, ...]:
-    size = _times(part.count) + count(part.numel) if part.numel else "-"
-    return "  " * part.depth + _short(part.path), part.class_name, part.note or part.kind, size
-
-
-def _times(number: int) -> str:
-    return f"{number} x " if number > 1 else ""
-
-
-def _short(path: str) -> str:
-    return path.removeprefix("model.")
+def _size(number: int, numel: int) -> str:
+    return (f"{number} x " if number > 1 else "") + count(numel)
 
 
 def _computation(report: Inspection) -> Iterator[tuple[str, str]]:
