@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsdptrain.config.recipe import read_mapping
 from fsdptrain.errors import ConfigError
@@ -17,7 +17,7 @@ LONGEST_TEXT = 20_000  # [characters] of a prompt or response
 _PACE_STEPS = 20  # steps whose mean duration gives the ETA
 _SAMPLES_BYTES = 32 * 2**20  # read from the end of the file
 _TITLE = (("algorithm", "algorithm"), ("model", "hf_checkpoint"), ("data", "prompt_data"))
-Curve = tuple[array[float], array[float]]  # steps, values
+Curve: TypeAlias = "tuple[array[float], array[float]]"  # steps, values
 
 
 class RunData:
