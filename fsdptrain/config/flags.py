@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 from fsdptrain.config.checks import check_data_options
 from fsdptrain.config.keys import advice, all_keys, flatten, translation
 from fsdptrain.config.presets import preset_values
-from fsdptrain.config.problems import describe, near
 from fsdptrain.config.recipe import Source, combine, read_recipe
 from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
@@ -174,14 +173,17 @@ def _values(rest: Sequence[str]) -> bool:
 
 def convert(option: Option, tokens: Sequence[str]) -> Any:
     """Convert `tokens` to the type of the option. Its section checks the bounds."""
-    if not tokens and not option.many:
-        raise ConfigError(f"{option.flag} needs a value: {describe(option.annotation)}")
     try:
-        return TypeAdapter(option.annotation).validate_python(_parsed(option, tokens))
+        if tokens or option.many:
+            return TypeAdapter(option.annotation).validate_python(_parsed(option, tokens))
     except (ValueError, yaml.YAMLError, RecursionError):  # RecursionError: 1,000 nested lists
-        shown = " ".join(tokens)
-        hint = near(shown, option.annotation)
-        raise ConfigError(f"{option.flag} must be {describe(option.annotation)}, got {shown!r}{hint}") from None
+        pass
+    from fsdptrain.config.problems import describe, near
+
+    wanted, shown = describe(option.annotation), " ".join(tokens)
+    if not tokens:
+        raise ConfigError(f"{option.flag} needs a value: {wanted}")
+    raise ConfigError(f"{option.flag} must be {wanted}, got {shown!r}{near(shown, option.annotation)}")
 
 
 def _parsed(option: Option, tokens: Sequence[str]) -> Any:

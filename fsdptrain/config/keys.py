@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
@@ -146,6 +147,24 @@ def _fields_of(section: str, value: Any) -> dict[str, Any]:
             advised = f": {translated}" if translated else advice(str(name), known)
             raise ConfigError(f"unknown key {str(name)!r} in section {section!r}{advised}")
     return dict(value)
+
+
+def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
+    """Build and validate the sections of `values` (flat). Raises ConfigError for the first invalid field."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for flat, value in values.items():
+        if isinstance(value, str) and "\0" in value:  # no file has such a name
+            raise ConfigError(f"{all_keys()[flat].flag} holds a NUL character: {value!r:.80}")
+        grouped.setdefault(all_keys()[flat].section, {})[all_keys()[flat].name] = value
+    sections: dict[str, Section] = {}
+    for name, fields in grouped.items():
+        try:
+            sections[name] = all_sections()[name](**fields)
+        except ValidationError as error:
+            from fsdptrain.config.problems import field_problem
+
+            raise field_problem(error, section=name) from None
+    return sections
 
 
 def translation(name: str) -> str:

@@ -1,14 +1,12 @@
-"""Build sections; convert errors of pydantic to one line with the flag, the value and the accepted values."""
+"""Errors of pydantic in one line, with the flag, the value and the accepted values. Imported after an error only."""
 
 import types
-from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pydantic
 from pydantic_core import ErrorDetails
 
-from fsdptrain.config.keys import Key, all_keys, all_sections
-from fsdptrain.config.section import Section
+from fsdptrain.config.keys import Key, all_sections
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
 
@@ -67,19 +65,3 @@ def near(value: Any, annotation: Any) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
-    """Build and validate the sections of `values` (flat). Raises ConfigError for the first invalid field."""
-    grouped: dict[str, dict[str, Any]] = {}
-    for flat, value in values.items():
-        if isinstance(value, str) and "\0" in value:  # no file has such a name
-            raise ConfigError(f"{all_keys()[flat].flag} holds a NUL character: {value!r:.80}")
-        grouped.setdefault(all_keys()[flat].section, {})[all_keys()[flat].name] = value
-    sections: dict[str, Section] = {}
-    for name, fields in grouped.items():
-        try:
-            sections[name] = all_sections()[name](**fields)
-        except pydantic.ValidationError as error:
-            raise field_problem(error, section=name) from None
-    return sections

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import yaml
 
-from fsdptrain.config.keys import all_keys, flatten
+from fsdptrain.config.keys import all_keys, build_sections, flatten
 from fsdptrain.config.precedence import superseded
-from fsdptrain.config.problems import build_sections
 from fsdptrain.config.root import Config
 from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError

@@ -11,10 +11,9 @@ from pydantic import BaseModel
 from fsdptrain.config import checks
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
-from fsdptrain.config.keys import all_keys, all_sections, flatten
+from fsdptrain.config.keys import all_keys, all_sections, build_sections, flatten
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
-from fsdptrain.config.problems import build_sections
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.rules import Column, Condition, NoEffectError
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
