@@ -48,14 +48,13 @@ def test_every_recipe_can_be_dry_run_by_its_name(
 
 
 def make_files_of(config: Config, folder: Path) -> None:
-    """Make the files that a recipe names and its user has to write: the demo's model, prompts, a rubric."""
+    """Make the files that a recipe names and its user has to write: the demo's model, prompts."""
     if config.model.hf_checkpoint.startswith("runs/"):
         model = folder / config.model.hf_checkpoint
         model.mkdir(parents=True)
         shutil.copy(configs.CONFIGS / "qwen3-4b" / "config.json", model)
     columns = [config.value(flat) for flat in config.columns if config.value(flat)]
-    for spec, _ in config.data.sources.values():
-        path = folder / spec.partition("?")[0]
-        if path.suffix == ".jsonl":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(dict.fromkeys(columns, "1")) + "\n")
+    path = folder / config.data.prompt_data.partition("?")[0]
+    if path.suffix == ".jsonl":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dict.fromkeys(columns, "1")) + "\n")
