@@ -28,7 +28,7 @@ def train_counted(checkpoint: str, directory: str) -> list[int]:
         return optimize(loop, steps, *shown)
 
     ReferenceBank._swap, TrainingLoop._optimize = counting, noting  # type: ignore[method-assign]
-    values = {"num_rollout": 2, "steps_per_rollout": 4, "epochs_per_rollout": 2, "keep_last": 0, "export": False}
+    values = {"num_rollout": 2, "global_batch_size": 32, "epochs_per_rollout": 2, "keep_last": 0, "export": False}
     sizes = {"rollout_batch_size": 8, "rollout_max_response_len": 16, "max_tokens_per_gpu": 64, "eval_interval": 0}
     run = Config(
         hf_checkpoint=str(checkpoint), output_dir=directory, reward="tests.e2e.rewards:variety", log_to=[], bf16=False,
