@@ -1,7 +1,5 @@
 """Models whose mixers megatron-core lacks: logprobs and gradients of transformers, however the model is split."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -47,18 +45,6 @@ def test_logprobs_and_gradients_are_those_of_transformers_and_what_was_loaded_co
         assert rank.gradient < 1e-4, rank.tensor
         assert rank.norm < 1e-5
         assert rank.wrong == []
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cases.save("qwen3_next", tmp_path_factory.mktemp("hub") / "model")
-
-
-@pytest.mark.matrix
-def test_there_is_one_norm_before_each_half_of_a_layer_and_a_users_function_makes_the_layers(checkpoint: Path):
-    ((norms, mixers),) = spawn(1, wrapped_cases.looked_at, checkpoint)
-    assert norms == [dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), "Qwen3NextRMSNorm")] * 4
-    assert mixers == ["Qwen3NextAttention"] * 4
 
 
 @pytest.mark.matrix

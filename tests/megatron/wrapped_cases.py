@@ -1,35 +1,11 @@
 """What is asked of models whose mixers are wrapped, in the ranks that a test spawns; and layers of a user's own."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fsdptrain.megatron.config import MegatronConfig
 from tests.megatron import cases
-
-
-def looked_at(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """Of each layer the norms around its mixer, which has some of its own: name and class. Of other layers, those of
-    `only_attention`, the classes of the mixers."""
-    from fsdptrain.megatron.model import build_model
-    from fsdptrain.megatron.transformer_config import transformer_config
-
-    built = cases.build(folder)
-    norms = [
-        {
-            name: type(module).__name__
-            for name, module in layer.named_modules()
-            if "Norm" in type(module).__name__ and not name.startswith("self_attention.hf.")
-        }
-        for layer in built.model.decoder.layers
-    ]
-    config = built.stock.config
-    own: Any = build_model(
-        transformer_config(config, MegatronConfig(), **cases.OPTIONS), config, spec=f"{__name__}:only_attention"
-    )
-    return norms, [type(layer.self_attention.hf).__name__ for layer in own.decoder.layers]
 
 
 def with_own_spec_and_tensor_parallel() -> float:
