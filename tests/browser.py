@@ -4,7 +4,6 @@ Chromium is `chromium` on PATH, or FSDPTRAIN_CHROMIUM. Tests are skipped without
 them fail there instead.
 """
 
-import base64
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,16 +71,6 @@ class Browser:
         while not self.get(condition):
             assert time.monotonic() < end, f"{condition} is not true after {timeout} s; console: {self.messages}"
             time.sleep(0.05)
-
-    def resize(self, width: int, height: int, *, dark: bool = False) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def picture(self, target: Path) -> None:
-        """Write the whole page as a PNG."""
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        target.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
         self._session = None

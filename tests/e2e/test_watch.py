@@ -39,7 +39,6 @@ def page(browser: Browser) -> Iterator[Browser]:
     """The browser; at the end of a test, no script may have failed and nothing may have been loaded from elsewhere."""
     browser.messages.clear()
     browser.requests.clear()
-    browser.resize(1200, 900)
     yield browser
     hosts = {url.partition("?")[0] for url in browser.requests if not url.startswith(("http://127.0.0.1:", "file://"))}
     assert (browser.messages, hosts) == ([], set())
@@ -143,34 +142,3 @@ def check_hostile(page: Browser) -> None:
         assert hostile in text, hostile
     assert page.get("[window.hacked === undefined, document.images.length, document.scripts.length]") == [True, 0, 2]
     assert page.get("document.querySelector('.run h3').textContent") == "<img src=x onerror='window.hacked=1'>"
-
-
-def test_a_saved_page_compares_runs_and_colors_tokens(page: Browser, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_run(tmp_path / name)
-    target = tmp_path / "a" / "report.html"
-    result = command.run(["report", str(tmp_path / "a"), str(tmp_path / "b")], tmp_path / "out")
-    assert result.code == 0, result.err
-    page.open(target.as_uri())
-    page.wait(f"{NUM_POINTS} === 8")
-    colors = page.get("[...document.querySelectorAll('[data-metric=\"reward/mean\"] .line')].map(p => p.outerHTML)")
-    assert len({color.partition('stroke="')[2][:8] for color in colors}) == 2
-    assert page.get("[...document.querySelectorAll('.run h3')].map(x => x.textContent)") == ["a", "b"]
-
-    def shades(coloring: str) -> list[list[str]]:
-        page.get(f"{{const c = document.getElementById('samples-color'); c.value = '{coloring}'; c.oninput()}}")
-        tokens = "[...c.querySelectorAll('.token')].map(t => t.style.background)"
-        return page.get(f"[...document.querySelectorAll('.sample')].map(c => {tokens})")
-
-    green, red = "rgba(34, 160, 107, 0.6)", "rgba(209, 73, 91, 0.3)"
-    assert sorted(shades("advantage")) == sorted([[green, green, ""], [red, red, ""]] * 4)
-    assert shades("none") == [["", "", ""]] * 8
-    for width, dark in ((1600, False), (380, True)):
-        page.resize(width, 900, dark=dark)
-        page.wait("document.querySelectorAll('#charts svg text').length > 8")
-        assert page.get("document.documentElement.scrollWidth") <= width
-    page.get("document.getElementById('axis').value = 'minutes'; document.getElementById('axis').oninput()")
-    page.wait(f"{NUM_POINTS} === 8")  # charts are filled in the next frame
-    assert "axis=minutes" in page.get("location.hash")
-    assert "report.html" in {url.rpartition("/")[2].partition("#")[0] for url in page.requests}
-    assert len(page.requests) == 1
