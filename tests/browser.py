@@ -72,6 +72,9 @@ class Browser:
             assert time.monotonic() < end, f"{condition} is not true after {timeout} s; console: {self.messages}"
             time.sleep(0.05)
 
+    def resize(self, width: int, height: int) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
     def close(self) -> None:
         self._session = None
         self.call("Browser.close")

@@ -39,6 +39,7 @@ def page(browser: Browser) -> Iterator[Browser]:
     """The browser; at the end of a test, no script may have failed and nothing may have been loaded from elsewhere."""
     browser.messages.clear()
     browser.requests.clear()
+    browser.resize(1200, 900)
     yield browser
     hosts = {url.partition("?")[0] for url in browser.requests if not url.startswith(("http://127.0.0.1:", "file://"))}
     assert (browser.messages, hosts) == ([], set())
