@@ -122,6 +122,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(save_tiny_checkpoint(folder / "policy")), str(save_tiny_checkpoint(folder / "teacher", 1, **larger))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_gradient_is_that_of_the_definition(checkpoints: tuple[str, str], num_ranks: int) -> None:
     found = spawn(num_ranks, gradients, *checkpoints, list(CASES))

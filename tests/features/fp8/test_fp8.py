@@ -99,6 +99,7 @@ def run(checkpoint: str, folder: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.slow
 def test_a_run_resumes_bitwise_and_exports_stock_weights(checkpoint: str, tmp_path: Path) -> None:
     for resumed, exported in spawn(2, run, checkpoint, str(tmp_path)):
         assert resumed

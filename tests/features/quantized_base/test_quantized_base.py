@@ -95,6 +95,7 @@ WAYS = {
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of torch 2.11 rejects parameters of whole numbers")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", only(["2 ranks"], WAYS))
 def test_gradients_and_exports_are_those_of_plain_peft_on_the_dequantized_weights(checkpoint, tmp_path, way):
     world, values = WAYS[way]
