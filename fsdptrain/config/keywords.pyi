@@ -38,7 +38,7 @@ class Keywords(TypedDict, total=False):
     compile: bool | Section | Mapping[str, Any]
     liger: bool | Section | Mapping[str, Any]
     distillation: Section | Mapping[str, Any]
-    fp8: str | list[Literal["training", "rollout"]] | Section | Mapping[str, Any]
+    fp8: bool | Section | Mapping[str, Any]
     vllm: Section | Mapping[str, Any]
     servers: Section | Mapping[str, Any]
     megatron: Section | Mapping[str, Any]

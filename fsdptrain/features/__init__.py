@@ -70,5 +70,5 @@ FEATURES = (
     Entry("vision:VisionFeature", lambda config: config.section(VisionConfig).enabled),
     Entry("prefix_sharing:PrefixSharingFeature", lambda config: config.section(PrefixSharingConfig).prefix_sharing),
     Entry("distillation:DistillationFeature", lambda config: config.section(DistillationConfig).enabled),
-    Entry("fp8:Fp8Feature", lambda config: config.section(Fp8Config).trains),  # after the probes of the others
+    Entry("fp8:Fp8Feature", lambda config: config.section(Fp8Config).fp8),  # after the probes of the others
 )

@@ -13,7 +13,6 @@ from torch import Tensor
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.fp8.config import Fp8Config
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.types import Prompt, SamplingParams
 from fsdptrain.vllm.config import VllmConfig
@@ -52,10 +51,6 @@ def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         options["enable_chunked_prefill"] = False
     if vllm.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((vllm.kv_cache_gib or 1.0) * platform.GIB)
-    if config.section(Fp8Config).generates:
-        if not on_gpu:
-            raise ConfigError("--fp8 rollout needs a GPU: vLLM quantizes no weights on a CPU; remove it")
-        options["quantization"] = "fp8"
     return options
 
 

@@ -37,13 +37,13 @@ class Fp8Feature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "Fp8Feature":
         del config, checkpoint
-        with raise_on_all_ranks(ConfigError, "--fp8 training"):
+        with raise_on_all_ranks(ConfigError, "--fp8"):
             if find_spec("torchao") is None:
-                raise ConfigError("--fp8 training needs the torchao package: pip install 'fsdptrain[torchao]'")
+                raise ConfigError("--fp8 needs the torchao package: pip install 'fsdptrain[torchao]'")
             if platform.device_type() == "cuda" and torch.cuda.get_device_capability() < _ADA:
                 found = ".".join(map(str, torch.cuda.get_device_capability()))
                 raise ConfigError(
-                    f"--fp8 training needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this one has "
+                    f"--fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this one has "
                     f"{found}: remove it"
                 )
         return cls()
@@ -75,7 +75,7 @@ def float8_layers(model: PreTrainedModel) -> list[nn.Linear]:
     ]
     if not found:
         raise ConfigError(
-            f"--fp8 training: {type(model).__name__} has no linear layer whose inputs and outputs are multiples of "
+            f"--fp8: {type(model).__name__} has no linear layer whose inputs and outputs are multiples of "
             f"{_MULTIPLE} and at least {_LEAST}: remove it"
         )
     return found

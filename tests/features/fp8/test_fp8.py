@@ -18,7 +18,6 @@ from fsdptrain.features.fp8.feature import Fp8Feature, _convert, float8_layers
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.types import LossConfig
-from fsdptrain.vllm.options import engine_options
 from tests import zoo
 from tests.distributed.lora_cases import objective
 from tests.distributed.sharded import full_state
@@ -35,7 +34,7 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 def backend_of(checkpoint: str, **values: Any) -> FSDPBackend:
-    return FSDPBackend(config(checkpoint, rollout_temperature=1.0, **{"fp8": ["training"], **values}), total_steps=10)
+    return FSDPBackend(config(checkpoint, rollout_temperature=1.0, **{"fp8": True, **values}), total_steps=10)
 
 
 def converted(model: torch.nn.Module) -> list[str]:
@@ -118,15 +117,8 @@ def test_routers_and_layers_of_odd_sizes_stay() -> None:
 def test_a_gpu_without_products_of_8_bit_floats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    with pytest.raises(ConfigError, match=r"--fp8 training needs a GPU of compute capability 8.9 .* has 8.6"):
-        Fp8Feature.create(Config(hf_checkpoint="x", fp8=["training"]), Path())
-
-
-def test_rollouts_in_fp8_are_the_quantization_of_vllm() -> None:
-    values = Config(hf_checkpoint="x", fp8=["training", "rollout"], rollout_engine="vllm")
-    assert engine_options(values, on_gpu=True)["quantization"] == "fp8"
-    with pytest.raises(ConfigError, match="--fp8 rollout needs a GPU"):
-        engine_options(values, on_gpu=False)
+    with pytest.raises(ConfigError, match=r"--fp8 needs a GPU of compute capability 8.9 .* has 8.6"):
+        Fp8Feature.create(Config(hf_checkpoint="x", fp8=True), Path())
 
 
 def test_the_kernels_of_a_gpu_take_packs_of_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,6 @@ def test_flags_are_read(flat, argv, expected):
         (["--logprob-chunk-size", "all"], "--logprob-chunk-size must be a whole number, got 'all'"),
         (["--logprob-chunk-size", "0"], "--logprob-chunk-size must be at least 1, got 0"),
         (["--speed", "fast"], "unknown flag --speed: it was removed, set --compile yourself"),
-        (["--fp8", "nowhere"], "--fp8 must be a list of training, rollout, got 'nowhere'"),
         (["--load-in-2bit"], "unknown flag --load-in-2bit"),
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         (["--no-lr"], "unknown flag --no-lr"),
