@@ -81,9 +81,8 @@ class ServerConfig(Section):
     ON_RESUME = NEUTRAL
     RULES = (_SERVERS,)
 
-    weight_transfer: Literal["file", "gloo", "nccl"] = "file"
-    """How weights reach servers. `file`: in a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
-    GPU, not yet run."""
+    weight_transfer: Literal["file", "gloo"] = "file"
+    """How weights reach servers. `file`: in a folder that they can read. `gloo`: over the network."""
     weight_sync_dir: str | None = None
     """Folder for the newest weights. Default: in shared memory if there is room, and with `file` only if all servers
     are on this machine; else in --output-dir, which the servers must be able to read with `file`."""

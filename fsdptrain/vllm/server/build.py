@@ -46,10 +46,6 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
     key, folder, processes = os.environ.get(API_KEY), None, list[ServerProcess]()
     with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"), ExitStack() as after_error:
         if is_first:
-            if config.section(ServerConfig).weight_transfer == "nccl" and device.type != "cuda":
-                raise ConfigError(
-                    f"--weight-transfer nccl needs a GPU, and the trainer is on {device}: use file or gloo"
-                )
             folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=_FILE_BYTES)
             after_error.callback(folder.delete)
             if urls:

@@ -14,7 +14,7 @@ import torch
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.vllm.server.client import Deadline, VLLMClient
-from fsdptrain.vllm.worker.weight_group import Plane, WeightGroup, all_joined, create_store, local_address
+from fsdptrain.vllm.worker.weight_group import WeightGroup, all_joined, create_store, local_address
 
 _POLL_S = 0.02
 
@@ -32,7 +32,7 @@ async def push(
     weights: Weights,
     deadline: Deadline,
     *,
-    transfer: Literal["file", "gloo", "nccl"] = "file",
+    transfer: Literal["file", "gloo"] = "file",
     keep_requests: bool = False,
 ) -> None:
     """Pause the engine, load `weights`, reset the prefix cache, check the version. The engine stays paused.
@@ -44,7 +44,7 @@ async def push(
     if transfer == "file":
         await load_files(client, weights.files, deadline)
     else:
-        await send_files(client, weights.files, deadline, transfer)
+        await send_files(client, weights.files, deadline)
     await client.post("/update_weight_version", {"new_version": weights.tag}, timeout=deadline.left)
     await client.reset_prefix_cache(timeout=deadline.left)
     version = await client.version(timeout=deadline.left)
@@ -65,23 +65,20 @@ async def _load(client: VLLMClient, method: str, *args: Any, timeout: float) -> 
         raise RolloutError(f"{client.url} could not load the weights: {'; '.join(sorted(map(str, errors)))}")
 
 
-async def send_files(client: VLLMClient, files: Sequence[Path], deadline: Deadline, plane: Plane) -> None:
-    """--weight-transfer gloo|nccl: the trainer broadcasts each file to the workers of the server.
-
-    Each server has its own group.
-    """
+async def send_files(client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+    """--weight-transfer gloo: the trainer broadcasts each file to the workers of the server."""
     world_size, address = 1 + await client.world_size(timeout=deadline.left), local_address(client.host)
     store = create_store(address, world_size, deadline.left)
     sizes = [path.stat().st_size for path in files]
-    join = (plane, address, store.port, world_size, deadline.left, sizes)
+    join = (address, store.port, world_size, deadline.left, sizes)
     answer = asyncio.ensure_future(_load(client, "fsdptrain_receive_weights", *join, timeout=deadline.left))
     groups: list[WeightGroup] = []  # until the server has answered: what was sent last may still be on its way
 
     def broadcast() -> RuntimeError | None:
         try:
-            group = WeightGroup(plane, store, rank=0, world_size=world_size, timeout_s=deadline.left, address=address)
+            group = WeightGroup(store, rank=0, world_size=world_size, timeout_s=deadline.left, address=address)
             for path in files:
-                group.send(torch.from_numpy(np.fromfile(path, np.uint8)).to(group.device))
+                group.send(torch.from_numpy(np.fromfile(path, np.uint8)))
         except RuntimeError as error:
             return error.with_traceback(None)  # it would keep the group, in which the other workers wait
         groups.append(group)
@@ -97,10 +94,8 @@ async def send_files(client: VLLMClient, files: Sequence[Path], deadline: Deadli
         answer.result()  # the clearer error, if there is one
         if (failed := await sent) is not None:
             raise failed
-        for group in groups:
-            group.close()
     except RuntimeError as error:  # torch's, about a peer that is gone or silent
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RolloutError(f"{client.url} broke off a transfer over {plane}: {why}") from None
+        raise RolloutError(f"{client.url} broke off a transfer over gloo: {why}") from None
     finally:
         answer.cancel()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdptrain.vllm.worker.readback import checksums
 from fsdptrain.vllm.worker.reload import reload_weights
-from fsdptrain.vllm.worker.weight_group import Plane, WeightGroup, join_store, local_address, tensors_of
+from fsdptrain.vllm.worker.weight_group import WeightGroup, join_store, local_address, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class WorkerExtension:
 
     @_returning_error
     def fsdptrain_receive_weights(
-        self, plane: Plane, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]
+        self, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]
     ) -> None:
         """Load all weights from files that the trainer at `host` broadcasts.
 
@@ -65,7 +65,6 @@ class WorkerExtension:
         """
         parallel = self.vllm_config.parallel_config
         group = WeightGroup(
-            plane,
             join_store(host, port, world_size, timeout_s),
             rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
             world_size=world_size,
@@ -74,7 +73,6 @@ class WorkerExtension:
         )
         weights = (pair for size in sizes for pair in tensors_of(group.receive(size)))
         reload_weights(self.get_model(), self.vllm_config, weights)
-        group.close()
 
 
 def _tensors_in(paths: Sequence[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -8,14 +8,13 @@ import json
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-Plane = Literal["gloo", "nccl"]
 _JOINED = "joined"  # counts the ranks but 0 that are creating their `WeightGroup`
 
 
@@ -66,42 +65,24 @@ def all_joined(store: dist.TCPStore, world_size: int) -> bool:
 class WeightGroup:
     """A process group of the trainer (rank 0) and the workers of one engine, separate from the default group."""
 
-    def __init__(
-        self, plane: Plane, store: dist.TCPStore, *, rank: int, world_size: int, timeout_s: float, address: str
-    ) -> None:
+    def __init__(self, store: dist.TCPStore, *, rank: int, world_size: int, timeout_s: float, address: str) -> None:
         """Blocks until all ranks have joined; torch raises an error after `timeout_s`.
 
         address: of this machine, that the others can reach. Torch would resolve the host name, which is the loopback
         interface on some machines.
         """
         self._store = store  # the group needs it as long as it lives
-        prefixed, timeout = dist.PrefixStore("weights", store), timedelta(seconds=timeout_s)
-        self._group: Any  # torch declares no common base
-        self.device = torch.device("cpu")
-        if plane == "nccl":
-            self.device = torch.device("cuda", torch.accelerator.current_device_index())
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
-        else:
-            kind: Any = dist.ProcessGroupGloo
-            own = kind._Options()
-            own._devices, own._timeout = [kind.create_device(hostname=address)], timeout
-            self._group = kind(prefixed, rank, world_size, own)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo.create_device(hostname=address)], timedelta(seconds=timeout_s)
+        self._group = gloo(dist.PrefixStore("weights", store), rank, world_size, options)
 
     def send(self, file: Tensor) -> None:
-        """Broadcast from rank 0. Returns when `file` has been sent, on a GPU when the device is done. [bytes] u8"""
+        """Broadcast from rank 0. [bytes] u8"""
         self._group.broadcast([file], dist.BroadcastOptions()).wait()
-        if file.is_cuda:
-            torch.accelerator.synchronize()
-
-    def close(self) -> None:
-        """End a group whose ranks have all sent and received. One of gloo ends when it is collected."""
-        if self.device.type == "cuda":
-            self._group.shutdown()
 
     def receive(self, nbytes: int) -> Tensor:
         """The next file of rank 0. [nbytes] u8"""
-        file = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        file = torch.empty(nbytes, dtype=torch.uint8)
         self.send(file)  # every rank makes the same call
         return file

@@ -97,7 +97,7 @@ def test_a_server_that_does_not_join_the_group_is_not_waited_for(fault):
         server.refuses[path] = "no such engine"
     start = time.monotonic()
     with pytest.raises(RolloutError, match=f"POST {path}"):
-        run_in_loop(send_files(server.client, [], Deadline(60.0), "gloo"))
+        run_in_loop(send_files(server.client, [], Deadline(60.0)))
     assert time.monotonic() - start < 20
 
 
@@ -121,11 +121,9 @@ class TwoWorkers:
     async def call_workers(self, method: str, *args: Any, timeout: float) -> list[str | None]:
         return list(await asyncio.gather(*(asyncio.to_thread(self.work, rank, *args) for rank in (1, 2))))
 
-    def work(
-        self, rank: int, plane: Any, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]
-    ) -> str | None:
+    def work(self, rank: int, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]) -> str | None:
         store = join_store(host, port, world_size, timeout_s)
-        group = WeightGroup(plane, store, rank=rank, world_size=world_size, timeout_s=timeout_s, address="127.0.0.1")
+        group = WeightGroup(store, rank=rank, world_size=world_size, timeout_s=timeout_s, address="127.0.0.1")
         if rank == self.failing:
             return "ValueError: it does not fit"
         try:
@@ -143,7 +141,7 @@ def files(folder: Path) -> list[Path]:
 
 def test_every_worker_receives_every_file(tmp_path: Path) -> None:
     server, given = TwoWorkers(failing=None), files(tmp_path)
-    run_in_loop(send_files(cast(VLLMClient, server), given, Deadline(60.0), "gloo"))
+    run_in_loop(send_files(cast(VLLMClient, server), given, Deadline(60.0)))
     sizes = [path.stat().st_size for path in given]
     assert sorted(server.received) == sorted(2 * sizes)
 
@@ -152,5 +150,5 @@ def test_every_worker_receives_every_file(tmp_path: Path) -> None:
 def test_a_worker_that_fails_leaves_nobody_waiting(tmp_path: Path, failing: int) -> None:
     begin = time.monotonic()
     with pytest.raises(RolloutError, match="ValueError: it does not fit"):
-        run_in_loop(send_files(cast(VLLMClient, TwoWorkers(failing)), files(tmp_path), Deadline(60.0), "gloo"))
+        run_in_loop(send_files(cast(VLLMClient, TwoWorkers(failing)), files(tmp_path), Deadline(60.0)))
     assert time.monotonic() - begin < 30

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.platform import device_count
 from fsdptrain.rollout import engine_factory
 from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
@@ -21,7 +20,7 @@ from tests.matrix import only
 from tests.testing import spawn
 from tests.vllm import contract
 from tests.vllm.servers import cases
-from tests.vllm.servers.conftest import PYTHON, weights_of
+from tests.vllm.servers.conftest import weights_of
 
 
 def build(options: dict[str, Any]) -> VLLMServerEngine:
@@ -31,11 +30,9 @@ def build(options: dict[str, Any]) -> VLLMServerEngine:
 
 
 PUSHES = [(name, push) for name in ("tied", "untied", "moe") for push in ("file", "gloo")]
-two_gpus = pytest.mark.skipif(PYTHON is None or device_count() < 2, reason="needs two GPUs and FSDPTRAIN_VLLM_PYTHON")
-ON_GPU = [pytest.param(name, "nccl", marks=[pytest.mark.gpu, two_gpus]) for name in ("tied", "untied", "moe")]
 
 
-@pytest.mark.parametrize(("name", "push"), [*only(PUSHES[:2], PUSHES), *ON_GPU])
+@pytest.mark.parametrize(("name", "push"), only(PUSHES[:2], PUSHES))
 def test_servers_and_trainer_agree_after_every_push(models, urls, tmp_path, name, push):
     options = cases.attached(
         models[name].first,
