@@ -27,7 +27,7 @@ from fsdptrain.vllm.options import routes_of, sampling_options
 from fsdptrain.vllm.server.client import Deadline, Generation, VLLMClient
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.process import ServerProcess
-from fsdptrain.vllm.server.push import Weights, push
+from fsdptrain.vllm.server.push import push
 from fsdptrain.vllm.server.weight_files import WeightFolder
 
 _FLAG = "--rollout-engine vllm-server"
@@ -83,7 +83,11 @@ class VLLMServerEngine:
         with raise_on_all_ranks(RolloutError, "--weight-sync-dir: cannot write the weights, use another one"):
             if error is not None:
                 raise error
-        self._switch(policy_version, files)
+        with self._syncing():
+            with raise_on_all_ranks(RolloutError, _FLAG):
+                if self._folder is not None:
+                    self._loop.run(self._switch_all(files, self._tag_of(policy_version)))
+            self.policy_version, self._has_weights = policy_version, True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
@@ -145,20 +149,13 @@ class VLLMServerEngine:
         except OSError as error:
             return [], error
 
-    def _switch(self, policy_version: int, files: Sequence[Path]) -> None:
-        """Rank 0 pushes weights to all servers. Collective."""
-        with self._syncing():
-            with raise_on_all_ranks(RolloutError, _FLAG):
-                if self._folder is not None:
-                    weights = Weights(files, self._tag_of(policy_version))
-                    self._loop.run(self._switch_all(weights))
-            self.policy_version, self._has_weights = policy_version, True
-
-    async def _switch_all(self, weights: Weights) -> None:
+    async def _switch_all(self, files: Sequence[Path], tag: str) -> None:
         """No server resumes before all hold the new weights."""
         deadline = Deadline(self.response_timeout)
         await self._for_all(
-            lambda client: push(client, weights, deadline, transfer=self._transfer, keep_requests=self._keeps_requests)
+            lambda client: push(
+                client, files, tag, deadline, transfer=self._transfer, keep_requests=self._keeps_requests
+            )
         )
         await self._for_all(lambda client: client.post("/resume", timeout=deadline.left))
 

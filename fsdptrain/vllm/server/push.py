@@ -5,7 +5,6 @@ Nothing is retried. After an update that failed half way a server has layers wit
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,37 +18,31 @@ from fsdptrain.vllm.worker.weight_group import WeightGroup, all_joined, create_s
 _POLL_S = 0.02
 
 
-@dataclass(frozen=True)
-class Weights:
-    """One version of the weights as files."""
-
-    files: Sequence[Path]
-    tag: str  # run id, slash, version
-
-
 async def push(
     client: VLLMClient,
-    weights: Weights,
+    files: Sequence[Path],
+    tag: str,
     deadline: Deadline,
     *,
     transfer: Literal["file", "gloo"] = "file",
     keep_requests: bool = False,
 ) -> None:
-    """Pause the engine, load `weights`, reset the prefix cache, check the version. The engine stays paused.
+    """Pause the engine, load all weights, reset the prefix cache, check the version. The engine stays paused.
 
+    tag: of the version: run id, slash, number
     keep_requests: running requests continue from their last token after the resume, with their cache recomputed under
     the new weights. Otherwise they are aborted.
     """
     await client.post(f"/pause?mode={'keep' if keep_requests else 'abort'}", timeout=deadline.left)
     if transfer == "file":
-        await load_files(client, weights.files, deadline)
+        await load_files(client, files, deadline)
     else:
-        await send_files(client, weights.files, deadline)
-    await client.post("/update_weight_version", {"new_version": weights.tag}, timeout=deadline.left)
+        await send_files(client, files, deadline)
+    await client.post("/update_weight_version", {"new_version": tag}, timeout=deadline.left)
     await client.reset_prefix_cache(timeout=deadline.left)
     version = await client.version(timeout=deadline.left)
-    if version != weights.tag:
-        raise RolloutError(f"{client.url} holds version {version!r} after the update to {weights.tag!r}")
+    if version != tag:
+        raise RolloutError(f"{client.url} holds version {version!r} after the update to {tag!r}")
 
 
 async def load_files(client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
