@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ def url(models, tmp_path_factory) -> Iterator[str]:
         process.close()
 
 
-def config_of(model: Path, url: str, **options: object) -> Config:
-    limits = {"max_tokens_per_gpu": 256, "rollout_max_response_len": 64}
+def config_of(model: Path, url: str, **options: Any) -> Config:
+    limits: dict[str, Any] = {"max_tokens_per_gpu": 256, "rollout_max_response_len": 64}
     teacher = {"opd_teacher": url}
     return Config(**{"hf_checkpoint": str(model), "algorithm": "opd", **teacher, **limits, **options})
 
