@@ -4,7 +4,6 @@
 with code 2. Ctrl-C exits silently with code 130.
 """
 
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -52,10 +51,6 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # `fsdptrain --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        return _report(ConfigError(f"a name is too long for this file system: {str(error.filename)[:80]} ..."))
 
 
 def _report(error: FsdptrainError) -> int:

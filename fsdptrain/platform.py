@@ -5,18 +5,15 @@ Set the environment variable FSDPTRAIN_PLATFORM to `cpu` to ignore an available 
 
 import os
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 
-from fsdptrain.cores import cgroup_files
 from fsdptrain.errors import ConfigError
 from fsdptrain.rank_variables import RankVariables, read_rank_variables
 
@@ -82,23 +79,9 @@ def device_memory() -> tuple[int, int]:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return available and total memory of the host, within its cgroup limits. [bytes]"""
+    """Return available and total memory of the host. [bytes]"""
     memory = psutil.virtual_memory()
-    free, total = memory.available, memory.total
-    for limits in cgroup_files("memory.max"):
-        limit, left = _group_memory(limits.parent)
-        free, total = min(free, left), min(total, limit)
-    return max(0, free), total
-
-
-def _group_memory(group: Path) -> tuple[int, int]:
-    """Return the limit of a cgroup and its free memory. Reclaimable file pages count as free. [bytes]"""
-    text = (group / "memory.max").read_text().strip()
-    if text == "max":
-        return sys.maxsize, sys.maxsize
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-    return int(text), int(text) - used
+    return memory.available, memory.total
 
 
 def peak_device_memory() -> int:

@@ -1,7 +1,6 @@
 """The variables that torchrun sets for each rank, checked without importing torch."""
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,38 +37,29 @@ def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVari
     """
     if "RANK" not in environment:
         return None
-    world_size = _integer(environment, "WORLD_SIZE", low=1)
-    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", low=1, high=world_size, default="1")
-    local_ranks = local_world_size if "LOCAL_WORLD_SIZE" in environment else sys.maxsize
-    return RankVariables(
-        rank=_integer(environment, "RANK", high=world_size - 1),
-        world_size=world_size,
-        local_rank=_integer(environment, "LOCAL_RANK", high=local_ranks - 1, default="0"),
-        local_world_size=local_world_size,
-        master_addr=_text(environment, "MASTER_ADDR"),
-        master_port=_integer(environment, "MASTER_PORT", low=1, high=65535),
+
+    def number(name: str, default: int | None = None) -> int:
+        text = environment.get(name) or default
+        try:
+            return int(text)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name}={text} in the environment is not an integer: {_REMEDY}") from None
+
+    found = RankVariables(
+        rank=number("RANK"),
+        world_size=number("WORLD_SIZE"),
+        local_rank=number("LOCAL_RANK", 0),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1),
+        master_addr=environment.get("MASTER_ADDR", ""),
+        master_port=number("MASTER_PORT"),
         store_of_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        max_restarts=_integer(environment, "TORCHELASTIC_MAX_RESTARTS", default="0"),
-        restart=_integer(environment, RESTART_COUNT, default="0"),
+        max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
+        restart=number(RESTART_COUNT, 0),
     )
+    if not (0 <= found.rank < found.world_size and found.local_world_size <= found.world_size and found.master_addr):
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR do not fit together, {found}: {_REMEDY}")
+    return found
 
 
 def has_fsdptrain_launcher() -> bool:
     return LAUNCHER_PID in os.environ
-
-
-def _text(environment: Mapping[str, str], name: str, default: str = "") -> str:
-    text = environment.get(name) or default
-    if not text:
-        raise ConfigError(f"RANK is set in the environment and {name} is not: {_REMEDY}")
-    return text
-
-
-def _integer(
-    environment: Mapping[str, str], name: str, *, low: int = 0, high: int = sys.maxsize, default: str = ""
-) -> int:
-    text = _text(environment, name, default)
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
-        bounds = f"from {low} to {high}" if high < sys.maxsize - 1 else f"of at least {low}"
-        raise ConfigError(f"{name}={text} in the environment must be an integer {bounds}: {_REMEDY}")
-    return int(text)

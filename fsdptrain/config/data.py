@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from fsdptrain.config.rules import COLUMN, GENERATES, NEUTRAL, RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.rules import COLUMN, NEUTRAL, RL_ONLY, Excludes, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
 
 if TYPE_CHECKING:
@@ -64,19 +64,19 @@ class RewardConfig(Section):
 
     NAME = "reward"
 
-    reward: Annotated[Names, GENERATES] = Field(default=["auto"], min_length=1)
+    reward: Annotated[Names, RL_ONLY] = Field(default=["auto"], min_length=1)
     """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, code, environment,
     none (always 0) or `package.module:function`, each with an optional `=weight`."""
     max_unscored_fraction: Annotated[float, NEUTRAL, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
     """Stop if more than this fraction of a rollout's samples could not be scored."""
-    reward_timeout: Annotated[float | None, NEUTRAL, GENERATES] = Field(default=None, gt=0.0)
+    reward_timeout: Annotated[float | None, NEUTRAL, RL_ONLY] = Field(default=None, gt=0.0)
     """Deadline of one --reward call; of a reward of lists, for all samples of a rank. The sample is then unscored, and
     its process is killed and replaced. The run ends if late calls of all rewards cost a rank half of --dist-timeout,
     divided by 1 + --max-staleness, in one rollout. Default: 300, or less if --dist-timeout requires it. [s]"""
-    reward_workers: Annotated[int | None, NEUTRAL, GENERATES] = Field(default=None, ge=0)
+    reward_workers: Annotated[int | None, NEUTRAL, RL_ONLY] = Field(default=None, ge=0)
     """Processes per rank and per --reward. 0: none; the trainer calls it, without a deadline. Default: the cores of
     the machine divided by its ranks, at most 8. Async rewards have none. [processes]"""
-    pass_threshold: Annotated[float, Requires("@evaluates", reason=_NO_PASS), GENERATES] = 1.0
+    pass_threshold: Annotated[float, Requires("@evaluates", reason=_NO_PASS), RL_ONLY] = 1.0
     """Minimum reward of a correct response in evaluations."""
 
 
@@ -86,10 +86,10 @@ class EnvironmentConfig(Section):
     NAME = "environment"
     RULES = (Requires("environment", "environment_command"),)
 
-    environment: Annotated[str | None, GENERATES] = None
+    environment: Annotated[str | None, RL_ONLY] = None
     """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name, see
     docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md."""
-    environment_command: Annotated[str | None, GENERATES, Excludes("environment")] = None
+    environment_command: Annotated[str | None, RL_ONLY, Excludes("environment")] = None
     """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
     environment_kwargs: Annotated[dict[str, Any], Requires("environment")] = Field(default={})
     """Arguments of the environment's constructor, or of the agent's function."""

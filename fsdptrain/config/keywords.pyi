@@ -99,7 +99,6 @@ class Keywords(TypedDict, total=False):
     dynamic_sampling: bool
     dynamic_sampling_max_rounds: int
     sft_loss_on: Literal["assistant", "last", "all"]
-    sft_eval_generate: bool
     optimizer: str
     lr: float
     min_lr: float

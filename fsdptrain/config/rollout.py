@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, GENERATES, NEUTRAL, RL_ONLY, TUNING, IdleWith, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, RL_ONLY, TUNING, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-_NEEDS_LENGTH = Requires("@generates", "loss_aggregation=fixed_length", reason=GENERATES.reason)
+_NEEDS_LENGTH = Requires("@generates", "loss_aggregation=fixed_length", reason="with --algorithm sft: remove it")
 NEEDS_IN_FLIGHT = (
     "needs an engine that keeps requests across weight syncs, --rollout-engine vllm or vllm-server: set it to 0"
 )
@@ -58,7 +58,7 @@ class RolloutConfig(Section):
     NAME = "rollout"
     PREFIX = "rollout_"
 
-    engine: Annotated[str, NEUTRAL, GENERATES] = "auto"
+    engine: Annotated[str, NEUTRAL, RL_ONLY] = "auto"
     """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. `vllm-server`: over HTTP. Or
     `package.module:function`. `auto`: vllm if installed and there is a GPU, else hf."""
     batch_size: Annotated[int, TUNING] = Field(default=32, ge=1)
@@ -78,7 +78,7 @@ class RolloutConfig(Section):
     min_p: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0, le=1.0)
     """Keep tokens whose probability is at least min_p times that of the most likely token. The trainer's logprobs use
     the same set."""
-    max_batch_tokens: Annotated[int, NEUTRAL, GENERATES, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
+    max_batch_tokens: Annotated[int, NEUTRAL, RL_ONLY, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
         default=262_144, ge=1
     )
     """Embedded engine: capacity of the key-value cache. [tokens]"""
@@ -122,7 +122,7 @@ class SyncConfig(Section):
     offload_train: Annotated[
         bool,
         NEUTRAL,
-        GENERATES,
+        RL_ONLY,
         IdleWith("fsdp_cpu_offload"),
         IdleWith("@engine_has_own_devices", reason=_OWN_DEVICES),
         FSDP_ONLY,

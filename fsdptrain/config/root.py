@@ -323,5 +323,5 @@ class Config(BaseModel):
 
     @property
     def generates(self) -> bool:
-        """Whether the run generates completions, for training or evaluation. Supervised runs evaluate by loss."""
-        return self.algorithm.algorithm != "sft" or (self.evaluates and self.sft.eval_generate)
+        """Whether the run generates completions. Supervised runs do not, and evaluate by loss."""
+        return self.algorithm.algorithm != "sft"

@@ -97,7 +97,3 @@ REFUSED, TUNING, NEUTRAL = OnResume.REFUSED, OnResume.TUNING, OnResume.NEUTRAL
 FSDP_ONLY = Excludes("backend=megatron")
 RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, e.g. grpo")
 NEEDS_KL = Requires("kl_loss_coef", fix="set it, e.g. to 0.001")
-GENERATES = Requires(
-    "@generates",
-    reason="with --algorithm sft that never generates: remove it, or set --sft-eval-generate",
-)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, GENERATES, NEUTRAL, REFUSED, IdleWith, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, REFUSED, RL_ONLY, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
 from fsdptrain.registry import plugin_names, suggest
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 LOGGER_NAMES = ("console", "wandb", "trackio")
-_OF_EVALUATIONS = (Requires("eval_interval"), IdleWith("eval_size=0"), GENERATES)
+_OF_EVALUATIONS = (Requires("eval_interval"), IdleWith("eval_size=0"), RL_ONLY)
 
 
 def profiled(steps: str | None) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class LogConfig(Section):
     """Project name for wandb and trackio, whose database is in TRACKIO_DIR; default: `trackio` beside output_dir."""
     run_name: str | None = None
     """Run name for wandb and trackio. Default: the last component of output_dir."""
-    num_samples: Annotated[int, GENERATES] = Field(default=4, ge=0)
+    num_samples: Annotated[int, RL_ONLY] = Field(default=4, ge=0)
     """Samples of each rollout and evaluation in samples.jsonl, with the logprobs of their first 1024 tokens. 0: none,
     also on the console."""
 

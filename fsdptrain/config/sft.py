@@ -1,8 +1,8 @@
 """Section of supervised fine-tuning."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from fsdptrain.config.rules import NEUTRAL, IdleWith, Requires
+from fsdptrain.config.rules import Requires
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ LossOn = Literal["assistant", "last", "all"]
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning: form of the data, trained tokens, evaluation."""
+    """Supervised fine-tuning: trained tokens."""
 
     NAME = "sft"
     PREFIX = "sft_"
@@ -20,8 +20,6 @@ class SftConfig(Section):
 
     loss_on: LossOn = "assistant"
     """Tokens with a loss: those of all assistant turns, of the last one, or all tokens. Plain text: all."""
-    eval_generate: Annotated[bool, NEUTRAL, Requires("eval_interval"), IdleWith("eval_size=0")] = False
-    """Also generate responses to the held-out prompts and reward them, with an engine. Needs a prompt and a label."""
 
 
 def sft_options(config: "Config") -> SftConfig | None:

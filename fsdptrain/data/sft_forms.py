@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,16 +87,6 @@ def usable_or_marked(read: Callable[[Values, str], Row]) -> Callable[[Values, st
             return Row(row_id, row_id, Unusable(UnusableRowError("columns", str(error))))
 
     return marked
-
-
-def require_labels(rows: Sequence[Row]) -> None:
-    """Raise ConfigError unless each row has a prompt and a label, which a reward can compare a response with."""
-    for row in rows:
-        if isinstance(row.label, Conversation | Text | Unusable):
-            raise ConfigError(
-                f"--sft-eval-generate needs rows with a prompt and a label; row {row.id} is a conversation or text: "
-                "remove it, or name columns by --input-key and --label-key"
-            )
 
 
 def _detect(first: Values, data: DataConfig, where: str) -> tuple[str, DataConfig]:

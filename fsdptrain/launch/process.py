@@ -4,34 +4,16 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from fsdptrain import platform
-from fsdptrain.config import Config, check_processes
+from fsdptrain.config import Config
 from fsdptrain.errors import FsdptrainError, describe
 from fsdptrain.quiet import silence_libraries
-from fsdptrain.rank_variables import read_rank_variables
 
 
 def run_alone(config: Config) -> int:
     """Train in this process."""
     configure_logging(rank=0)
-    with process_group(config):
-        return train(config)
-
-
-@contextmanager
-def process_group(config: Config) -> Iterator[None]:
-    """Open the process group of a run: torchrun's ranks or this process alone.
-
-    An existing group is reused and left open. Raises ConfigError if the number of ranks does not fit `config`.
-    """
-    ranks = read_rank_variables()
-    sizes = (ranks.world_size, ranks.local_world_size) if ranks else (1, 1)
-    check_processes(config, world_size=sizes[0], local_world_size=sizes[1])
-    with platform.process_group(config.launch.dist_timeout):
-        yield
+    return train(config)
 
 
 def train(config: Config) -> int:

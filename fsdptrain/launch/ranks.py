@@ -8,9 +8,10 @@ from typing import NoReturn
 
 from torch.distributed import DistError
 
+from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.launch.failures import failure_of, report_failure
-from fsdptrain.launch.process import configure_logging, process_group, train
+from fsdptrain.launch.process import configure_logging, train
 from fsdptrain.launch.same_options import require_same_options
 from fsdptrain.rank_variables import has_fsdptrain_launcher
 
@@ -28,7 +29,8 @@ def run_as_rank(config: Config, rank: int, work: Callable[[], None] | None = Non
     """Train, or run `work`, as one of several ranks. An error ends this process without cleanup."""
     configure_logging(rank=rank)
     end = _EndRankOnError(rank)
-    with end, process_group(config), end:  # inner: before the group closes, which may wait for other ranks
+    group = platform.process_group(config.launch.dist_timeout)
+    with end, group, end:  # inner: before the group closes, which may wait for other ranks
         require_same_options(config)
         code = train(config) if work is None else work() or 0
     return 0 if has_fsdptrain_launcher() else code  # which would end ranks that still close; it knows of the signal

@@ -29,7 +29,7 @@ Takes the options of a run too, such as --prompt-data, --reward, --rollout-engin
 and --n-samples-per-eval-prompt. All rows of --prompt-data are scored, or as many
 as --eval-size says; 128 of generated data. A training checkpoint has the options of its
 run, and by default its held-out rows. A supervised one computes eval/loss; to generate,
-add --sft-eval-generate. Writes metrics.jsonl and samples.jsonl, with one line per sample,
+score its exported model, runs/x/hf. Writes metrics.jsonl and samples.jsonl, with one line per sample,
 to --output-dir: by default runs/NAME-eval, or runs/NAME-eval-2 if that exists (not under torchrun)."""
 
 
@@ -98,10 +98,10 @@ def _model(given: str) -> tuple[list[str], str]:
 
 
 def _generates(given: Mapping[str, Any], model: Sequence[str]) -> bool:
-    """Return whether the evaluation generates responses. That of a supervised run computes a loss by default."""
+    """Return whether the evaluation generates responses. That of a supervised run computes a loss."""
     recipe = model[1] if model[0] == "--recipe" else given.get("recipe")
     values = {**(flatten(read_recipe(recipe)) if recipe else {}), **given}
-    return values.get("algorithm") != "sft" or bool(values.get("sft_eval_generate"))
+    return values.get("algorithm") != "sft"
 
 
 def table(folder: Path) -> str:

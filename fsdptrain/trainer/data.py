@@ -113,10 +113,6 @@ def held_out_prompts(
 ) -> list[Prompt]:
     """Return the prompts to generate responses for, none longer than the prompt limit."""
     budget = config.prompt_budget
-    if sft_options(config) is not None:
-        from fsdptrain.data.sft_forms import require_labels
-
-        require_labels(rows)
     prompts = make_prompts(rows, tokenizer, data=config.data, max_prompt_len=budget, processor=processor)
     if len(prompts) < len(rows):
         line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"

@@ -8,13 +8,13 @@ from fsdptrain.data.rows import Row
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout.sampling import sampling_params
-from fsdptrain.trainer.components import Components
+from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.samples.single_turn import response_text
 from fsdptrain.trainer.samples.source import own_share
 
 
 def generate_texts(
-    components: Components,
+    loop: TrainingLoop,
     prompts: Sequence[str | Sequence[Mapping[str, Any]]],
     *,
     num_samples: int,
@@ -23,9 +23,9 @@ def generate_texts(
     seed: int,
 ) -> list[list[str]]:
     """Generate `num_samples` texts per prompt. Each rank generates for its share of the prompts. Collective."""
-    config = components.config
-    assert components.weight_sync is not None
-    engine = components.weight_sync.engine
+    config = loop.config
+    assert loop.weight_sync is not None
+    engine = loop.weight_sync.engine
     if num_samples < 1:
         raise ConfigError(f"generate(num_samples={num_samples}) must be 1 or more")
     with raise_on_all_ranks(ConfigError, "generate"):
@@ -36,10 +36,10 @@ def generate_texts(
             Row(str(number), prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
             for number, prompt in enumerate(prompts)
         ]
-        data = components.stream.data  # with the system prompt of the run
-        made = [make_prompt(row, components.tokenizer, data=data) for row in rows]
+        data = loop.stream.data  # with the system prompt of the run
+        made = [make_prompt(row, loop.tokenizer, data=data) for row in rows]
     with raise_on_all_ranks(RolloutError, "generate"):
         completions = engine.generate(own_share(made), sampling)
-        texts = [response_text(components.tokenizer, completion) for completion in completions]
+        texts = [response_text(loop.tokenizer, completion) for completion in completions]
     everywhere = [text for of_rank in gather(texts) for text in of_rank]
     return [everywhere[i : i + num_samples] for i in range(0, len(everywhere), num_samples)]

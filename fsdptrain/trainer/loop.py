@@ -3,63 +3,69 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from fsdptrain.algo.advantages import scale_over_batch
+from fsdptrain.algo.advantages import AdvantageRule, scale_over_batch
+from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import drop_overlong
+from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.protocols import Loss, TrainBackend
+from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, in_epochs, pack_rollout
-from fsdptrain.trainer.components import Components
 from fsdptrain.trainer.logprobs import LogprobPasses
-from fsdptrain.trainer.phases import step_profiler
+from fsdptrain.trainer.phases import Phases, step_profiler
 from fsdptrain.trainer.progress import Progress
-from fsdptrain.trainer.run_dir import EXPORT
-from fsdptrain.trainer.samples.source import RolloutBatch
+from fsdptrain.trainer.reporting import Reporter
+from fsdptrain.trainer.run_dir import EXPORT, RunFolder
+from fsdptrain.trainer.samples.source import RolloutBatch, SampleSource
 from fsdptrain.trainer.shown import sample_rows
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
+    from fsdptrain.trainer.evaluation import Evaluation
+    from fsdptrain.trainer.sft_evaluation import LossEvaluation
     from fsdptrain.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
 class TrainingLoop:
-    """An open run. Every method is collective."""
+    """An open run: what it owns, and the algorithm. Every method is collective."""
 
-    def __init__(self, components: Components, *, trainer: "Trainer", stop: StopRequest) -> None:
-        config, backend = components.config, components.backend
-        self.stopped = ""  # why the run has ended early
-        self.stop_signal: int | None = None  # which signal has ended it
-        self.exported: Path | None = None
-        self.tokenizer = components.tokenizer
-        self._trainer = trainer  # for callbacks
-        self._stop = stop
-        self._asleep = False  # the engine, between a rollout and the next sync
-        self._config = config
-        self._folder = components.folder
-        self._components = components
-        self._source = components.source
-        self._backend = backend
-        self._weight_sync = components.weight_sync
-        self._evaluation = components.evaluation
-        self._advantages = components.advantages
-        self._loss = components.loss
-        self._phases = components.phases
-        self._report = components.report
+    config: Config  # resolved
+    run_folder: RunFolder
+    tokenizer: PreTrainedTokenizerBase
+    stream: PromptStream
+    source: SampleSource
+    loss: Loss
+    advantages: AdvantageRule
+    backend: TrainBackend
+    weight_sync: WeightSync | None  # with the engine; None: the run never generates
+    evaluation: "Evaluation | LossEvaluation | None"
+    phases: Phases
+    report: Reporter
+    trainer: "Trainer"  # for callbacks
+    stop: StopRequest
+    stopped: str = ""  # why the run has ended early
+    stop_signal: int | None = None  # which signal has ended it
+    exported: Path | None = None
+    _asleep: bool = False  # the engine, between a rollout and the next sync
+
+    def __post_init__(self) -> None:
+        config, backend = self.config, self.backend
         self._rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
         self._logprobs = LogprobPasses(config, backend, backend.features)
-        self._profiler = step_profiler(config, components.folder.path)
-        self._progress = Progress(
-            config, components.folder, backend=backend, stream=components.stream, report=components.report
-        )
+        self._profiler = step_profiler(config, self.folder)
+        self._progress = Progress(config, self.run_folder, backend=backend, stream=self.stream, report=self.report)
 
     @property
     def step(self) -> int:
@@ -68,29 +74,25 @@ class TrainingLoop:
 
     @property
     def folder(self) -> Path:
-        return self._folder.path
+        return self.run_folder.path
 
     @property
     def metrics(self) -> Metrics:
         """The last value of every metric."""
-        return self._report.last
-
-    @property
-    def model(self) -> nn.Module:
-        return self._backend.model
+        return self.report.last
 
     def run(self) -> None:
         """Train until --num-rollout, or until a request to stop; `stopped` then has the reason."""
         self.stopped, self.stop_signal = "", None
-        self._folder.write_config(self._config)
-        if 0 < self._config.run.num_rollout <= self.step:
-            log.info("nothing to train: step %d of --num-rollout %d", self.step, self._config.run.num_rollout)
+        self.run_folder.write_config(self.config)
+        if 0 < self.config.run.num_rollout <= self.step:
+            log.info("nothing to train: step %d of --num-rollout %d", self.step, self.config.run.num_rollout)
         self._push_weights()
         self._start_rollouts()
-        if self.step == 0 or not self._config.run.num_rollout:
+        if self.step == 0 or not self.config.run.num_rollout:
             self._evaluate()
         with self._progress.checkpoints as checkpoints:
-            while self.step < self._config.run.num_rollout and not self._must_stop():
+            while self.step < self.config.run.num_rollout and not self._must_stop():
                 with self._profiler(self.step + 1):
                     self._train_on_rollout()
                 self._progress.require_an_update()
@@ -101,129 +103,129 @@ class TrainingLoop:
                     self._save()
             if self.stopped:
                 self._save_early()
-            elif self._config.run.export:
-                with self._phases("save"):
-                    self._backend.export(self._folder.path / EXPORT)
-                self.exported = self._folder.path / EXPORT
+            elif self.config.run.export:
+                with self.phases("save"):
+                    self.backend.export(self.folder / EXPORT)
+                self.exported = self.folder / EXPORT
 
     def evaluate(self) -> Metrics:
         """Evaluate the current weights. Returns the metrics. Raises ConfigError if there are no held-out rows."""
-        if self._evaluation is None:
+        if self.evaluation is None:
             raise ConfigError("evaluate() needs held-out rows: set --eval-size or --eval-prompt-data, --eval-interval")
         with self._with_current_weights():
             self._evaluate()
-        return {name: value for name, value in self._report.last.items() if name.startswith("eval/")}
+        return {name: value for name, value in self.report.last.items() if name.startswith("eval/")}
 
     def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], **sampling: Any) -> list[list[str]]:
         """Generate texts with the current weights. Raises ConfigError if the run has no engine."""
-        if self._weight_sync is None:
-            raise ConfigError("generate() needs an engine, which --algorithm sft has with --sft-eval-generate only")
+        if self.weight_sync is None:
+            raise ConfigError("generate() needs an engine, which --algorithm sft has not")
         from fsdptrain.trainer.interactive import generate_texts
 
-        with self._with_current_weights(), self._phases("eval"):
-            return generate_texts(self._components, prompts, **sampling)
+        with self._with_current_weights(), self.phases("eval"):
+            return generate_texts(self, prompts, **sampling)
 
     @contextmanager
     def _with_current_weights(self) -> Iterator[None]:
         """Push the weights to the engine, if there is one. On exit it sleeps again if it slept before."""
-        if self._weight_sync is not None:
-            self._weight_sync.push(self.step, self._phases)
+        if self.weight_sync is not None:
+            self.weight_sync.push(self.step, self.phases)
         yield
-        if self._asleep and self._weight_sync is not None:
-            self._weight_sync.engine.sleep()
+        if self._asleep and self.weight_sync is not None:
+            self.weight_sync.engine.sleep()
 
     def _must_stop(self) -> bool:
-        if not self.stopped and self._stop.on_any_rank():
-            self.stopped, self.stop_signal = self._stop.first_of_ranks()
+        if not self.stopped and self.stop.on_any_rank():
+            self.stopped, self.stop_signal = self.stop.first_of_ranks()
         return bool(self.stopped)
 
     def _save_early(self) -> None:
-        if self._config.run.keep_last and self.step != self._progress.saved:
+        if self.config.run.keep_last and self.step != self._progress.saved:
             self._save()
-        where = f"resume from {self._folder.path} by the same command"
-        if not self._config.run.keep_last:
+        where = f"resume from {self.folder} by the same command"
+        if not self.config.run.keep_last:
             where = "without a checkpoint (--keep-last 0)"
         log.warning(
-            "stopped by %s after step %d of %d: %s", self.stopped, self.step, self._config.run.num_rollout, where
+            "stopped by %s after step %d of %d: %s", self.stopped, self.step, self.config.run.num_rollout, where
         )
 
     def _train_on_rollout(self) -> None:
         """One rollout and its optimizer steps."""
-        with self._phases.rollout():
+        with self.phases.rollout():
             rollout = self._collect()  # generate, compute rewards and advantages
             self._call("on_rollout", rollout.samples)
-            steps = pack_rollout(self._config, rollout, self._rules, self.step)  # as many packs on every rank
-            with self._phases("logprobs"):  # of the old policy and the reference, before the first update
+            steps = pack_rollout(self.config, rollout, self._rules, self.step)  # as many packs on every rank
+            with self.phases("logprobs"):  # of the old policy and the reference, before the first update
                 steps = self._logprobs.compute(steps)
-            steps = in_epochs(steps, self._config.batch.epochs_per_rollout, seed=f"{self._rules.seed}/{self.step}")
+            steps = in_epochs(steps, self.config.batch.epochs_per_rollout, seed=f"{self._rules.seed}/{self.step}")
             trained = self._optimize(steps)
             self._progress.step += 1
-            if self._weight_sync is not None:
-                self._weight_sync.observe(trained)
+            if self.weight_sync is not None:
+                self.weight_sync.observe(trained)
             self._push_weights()  # to the engine, then verify
             self._start_rollouts()
-        values = self._report.step(rollout, steps, self._phases, self._weight_sync, trained, step=self.step)
+        values = self.report.step(rollout, steps, self.phases, self.weight_sync, trained, step=self.step)
         self._call("on_step", values)
-        self._report.log_samples(sample_rows(rollout.shown, self.tokenizer, rollout.samples), "train", self.step)
+        self.report.log_samples(sample_rows(rollout.shown, self.tokenizer, rollout.samples), "train", self.step)
 
     def _collect(self) -> RolloutBatch:
         """The samples of this rank, with advantages, none longer than a pack."""
-        batch = self._config.batch
-        with self._phases("collect"):
-            rollout = self._source.collect(self.step)
+        batch = self.config.batch
+        with self.phases("collect"):
+            rollout = self.source.collect(self.step)
             with raise_on_all_ranks(RolloutError, "rollout"):
                 kept, dropped = drop_overlong(
                     rollout.samples, max_tokens=self._rules.max_tokens, overlong_samples=batch.overlong_samples
                 )
-                if self._weight_sync is not None:
-                    self._weight_sync.engine.sleep()
+                if self.weight_sync is not None:
+                    self.weight_sync.engine.sleep()
                     self._asleep = True
-        self._phases.seconds.update(rollout.seconds)
-        self._phases.seconds["idle"] = self._phases.seconds["collect"] if self._source.in_flight else 0.0
+        self.phases.seconds.update(rollout.seconds)
+        self.phases.seconds["idle"] = self.phases.seconds["collect"] if self.source.in_flight else 0.0
         if rollout.results is not None:  # after `raise_on_all_ranks`: it is collective
-            kept = scale_over_batch(kept, self._advantages, metrics.reduce_sums)
+            kept = scale_over_batch(kept, self.advantages, metrics.reduce_sums)
         return replace(rollout, samples=kept, num_dropped=rollout.num_dropped + dropped)
 
     def _optimize(self, steps: Sequence[StepBatches]) -> Metrics:
-        with self._phases("train"):
-            found = [self._backend.train_step(step.packs, self._loss, self._config.algorithm) for step in steps]
+        with self.phases("train"):
+            found = [self.backend.train_step(step.packs, self.loss, self.config.algorithm) for step in steps]
             self._progress.count_updates(found)
             return metrics.mean_metrics(found, [step.packs[0].num_trained_tokens for step in steps])
 
     def _push_weights(self) -> None:
         """If the engine generates before the next optimizer step; else it stays asleep."""
-        generates = self._config.algorithm.algorithm != "sft" and self.step < self._config.run.num_rollout
-        if self._weight_sync is not None and (generates or self._evaluates_now):
-            self._weight_sync.push(self.step, self._phases)
+        generates = self.config.algorithm.algorithm != "sft" and self.step < self.config.run.num_rollout
+        if self.weight_sync is not None and (generates or self._evaluates_now):
+            self.weight_sync.push(self.step, self.phases)
             self._asleep = False
 
     def _start_rollouts(self) -> None:
         """Start the rollouts that the new weights allow."""
-        if self.step < self._config.run.num_rollout:
-            self._source.run_ahead(self.step)
+        if self.step < self.config.run.num_rollout:
+            self.source.run_ahead(self.step)
 
     @property
     def _evaluates_now(self) -> bool:
-        return self._evaluation is not None and self._progress.is_evaluation_due
+        return self.evaluation is not None and self._progress.is_evaluation_due
 
     def _evaluate(self) -> None:
-        if self._evaluation is None:
+        if self.evaluation is None:
             return
-        with self._phases("eval"):
-            values, shown = self._evaluation.run()
-        self._report.log(values, self.step)
-        self._report.log_samples(sample_rows(shown, self.tokenizer), "heldout", self.step)
+        with self.phases("eval"):
+            values, shown = self.evaluation.run()
+        self.report.log(values, self.step)
+        self.report.log_samples(sample_rows(shown, self.tokenizer), "heldout", self.step)
         self._call("on_eval", values)
 
     def _call(self, method: str, argument: Any) -> None:
-        for callback in self._trainer.callbacks:
-            getattr(callback, method)(self._trainer, argument)
+        for callback in self.trainer.callbacks:
+            getattr(callback, method)(self.trainer, argument)
 
     def _save(self) -> None:
         """With --offload-train the engine sleeps meanwhile, and gets its weights once more afterwards."""
-        with self._phases("save"):
+        with self.phases("save"):
             written = self._progress.save()
         if written is not None:
             self._call("on_save", written)
-        if self._config.sync.offload_train and self.step < self._config.run.num_rollout:
+        if self.config.sync.offload_train and self.step < self.config.run.num_rollout:
             self._push_weights()

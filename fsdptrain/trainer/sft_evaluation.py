@@ -15,7 +15,6 @@ from fsdptrain.errors import DataError
 from fsdptrain.protocols import TrainBackend
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.data import RunData
-from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.samples.sft import Refusals, build_samples
 from fsdptrain.trainer.samples.source import images_of, own_share
 from fsdptrain.trainer.shown import Shown
@@ -32,7 +31,6 @@ class LossEvaluation:
     rules: PackingRules
     samples: list[Sample]
     images: Mapping[str, Images]
-    generation: Evaluation | None = None  # with --sft-eval-generate
 
     @classmethod
     def of(
@@ -42,19 +40,18 @@ class LossEvaluation:
         *,
         samples: list[Sample],
         data: RunData,
-        generation: Evaluation | None,
     ) -> "LossEvaluation":
         """Evaluate `samples` of this rank, without those that a pack cannot hold. Collective."""
         rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
         overlong = config.batch.overlong_samples
         with raise_on_all_ranks(DataError, "rows held out for evaluation"):
             samples, _ = drop_overlong(samples, max_tokens=rules.max_tokens, overlong_samples=overlong)
-        return cls(backend, replace(rules, num_steps=1), samples, images_of(data.supervised), generation)
+        return cls(backend, replace(rules, num_steps=1), samples, images_of(data.supervised))
 
     def run(self) -> tuple[Metrics, list[Shown]]:
-        """Return eval/loss, a mean over the trained tokens of all ranks, and eval/perplexity.
+        """Return eval/loss, a mean over the trained tokens of all ranks, and eval/perplexity; no rows.
 
-        The second value are the generated rows to show, if there are any. Collective.
+        Collective.
         """
         total = count = 0.0
         for step in make_batches(self.samples, self.rules, rollout=0, images=self.images):
@@ -64,8 +61,7 @@ class LossEvaluation:
                 count += int(pack.loss_mask.sum())
         total, count = sum_over_ranks([total, count])  # ranks that share packs count each token equally often
         loss = total / count
-        generated, shown = self.generation.run() if self.generation else ({}, [])
-        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))} | generated, shown
+        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}, []
 
 
 def held_out_samples(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> list[Sample]:

@@ -14,8 +14,8 @@ from fsdptrain import platform, registry
 from fsdptrain.config import Config, check_processes
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine
+from fsdptrain.trainer.build import build_loop
 from fsdptrain.trainer.callbacks import Callback
-from fsdptrain.trainer.components import build_components
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.result import RunResult
 from fsdptrain.trainer.run_dir import EXPORT
@@ -66,7 +66,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         if reward is not None and not config.generates:
-            raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft without --sft-eval-generate")
+            raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft")
         objects = {
             "environment": environment,
             "loss": loss,
@@ -120,7 +120,7 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         """The policy, sharded over the ranks. Opens the run."""
-        return self._opened().model
+        return self._opened().backend.model
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -190,9 +190,7 @@ class Trainer:
             platform.set_deterministic(self.config.model.deterministic_mode)
             with lock_folder(self.config), ExitStack() as stack:
                 with registry.given_objects(self._objects):
-                    components = stack.enter_context(
-                        build_components(
-                            self.config, reward=self._reward, dataset=self._rows[0], eval_dataset=self._rows[1]
-                        )
-                    )
-                yield TrainingLoop(components, trainer=self, stop=self._stop)
+                    dataset, eval_dataset = self._rows
+                    data = {"reward": self._reward, "dataset": dataset, "eval_dataset": eval_dataset}
+                    loop = stack.enter_context(build_loop(self.config, **data, trainer=self, stop=self._stop))
+                yield loop

@@ -112,13 +112,3 @@ def test_a_run_whose_rows_are_all_unusable_ends_before_the_model_is_loaded(tmp_p
     assert "none of 8 rows can be trained on, 6: row rows.jsonl:" in last
     assert "no message is of the assistant; 2: row" in last
     assert "parameters" not in result.err
-
-
-def test_responses_are_generated_and_rewarded_if_asked_for(checkpoint, tmp_path) -> None:
-    rows = [{"prompt": f"say {i}", "label": str(i)} for i in range(8)]
-    argv = flags(checkpoint, tmp_path, rows, eval_size=2, rollout_max_response_len=4, reward="exact", num_rollout=1)
-    result = command.run([*argv, "--sft-eval-generate"], tmp_path / "out")
-    assert result.code == 0, result.err
-    [first, last] = [row for row in metrics_of(tmp_path / "run") if "eval/loss" in row]
-    assert {"eval/heldout/accuracy", "eval/perplexity"} <= first.keys()
-    assert last["step"] == 1

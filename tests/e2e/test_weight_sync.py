@@ -37,11 +37,6 @@ def calls(checkpoint: Path, folder: Path, **values: Any) -> list[str]:
     return list(CALLS)
 
 
-def test_supervised_training_syncs_weights_for_evaluations_only(checkpoint: Path, tmp_path: Path) -> None:
-    made = calls(checkpoint, tmp_path, algorithm="sft", eval_size=2, eval_interval=2, sft_eval_generate=True)
-    assert made == ["weights 0", "generate", "weights 2", "generate", "weights 3", "generate"]
-
-
 def test_a_tensor_that_is_wrong_after_a_later_sync_is_named_at_the_next_one(checkpoint: Path, tmp_path: Path) -> None:
     more = {"n_samples_per_prompt": 4, "eval_interval": 0, "num_rollout": 5, "rollout_max_response_len": 8}
     more |= {"reward": "tests.e2e.rewards:variety", "reward_workers": 0}

@@ -1,39 +1,12 @@
-"""Memory within the limits of control groups, and the device of a process."""
-
-from pathlib import Path
+"""The memory and the device of a process."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.cores import cgroup_files
 from fsdptrain.errors import ConfigError
-from fsdptrain.platform import _check_device, _group_memory, host_memory
-
-MIB = 1024**2
-
-
-def make_group(folder: Path, limit: str, used: int, file_pages: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon {used - file_pages}\ninactive_file {file_pages}\n")
-
-
-def test_every_parent_control_group_is_a_limit(tmp_path: Path) -> None:
-    root, membership = tmp_path / "cgroup", tmp_path / "membership"
-    make_group(root / "job", str(100 * MIB), 60 * MIB, 20 * MIB)
-    make_group(root / "job" / "step", "max", 50 * MIB, 20 * MIB)
-    membership.write_text("4:memory:/v1\n0::/job/step\n")
-
-    limits = cgroup_files("memory.max", membership, root)
-    groups = [limit.parent for limit in limits]
-
-    assert groups == [root / "job" / "step", root / "job"]
-    assert _group_memory(groups[1]) == (100 * MIB, 60 * MIB)
-    assert min(_group_memory(groups[0])) > 2**60
-    assert cgroup_files("memory.max", tmp_path / "nowhere", root) == []
+from fsdptrain.platform import _check_device, host_memory
 
 
 def test_host_memory_of_this_machine() -> None:

@@ -20,14 +20,10 @@ def test_variables_are_read():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"RANK": "abc"}, "RANK=abc in the environment must be an integer from 0 to 1"),
-        ({"RANK": "9" * 5000}, "RANK=9"),
-        ({"RANK": "2"}, "RANK=2 in the environment must be an integer from 0 to 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment must be an integer of at least 1"),
-        ({"WORLD_SIZE": ""}, "RANK is set in the environment and WORLD_SIZE is not"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 in the environment must be an integer from 0 to 1"),
-        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 in the environment must be an integer from 1 to 2"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 in the environment must be an integer from 1 to 65535"),
+        ({"RANK": "abc"}, "RANK=abc in the environment is not an integer"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=None in the environment is not an integer"),
+        ({"RANK": "2"}, "RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR do not fit together"),
+        ({"MASTER_ADDR": ""}, "RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR do not fit together"),
     ],
 )
 def test_invalid_variables_are_one_line(changes, line):

@@ -48,12 +48,9 @@ def open_rewards(
     with raise_on_all_ranks(ConfigError, "--reward"):
         rewards = build_parallel(config, reward)
         stack.callback(rewards.close)
-        prompts = [*data.prompts[:1]]
-        if config.algorithm.algorithm != "sft":  # else only evaluations compute rewards
-            stream = data.stream
-            prompts.insert(
-                0, make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
-            )
+        stream = data.stream
+        first = make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
+        prompts = [first, *data.prompts[:1]]
         if environment is not None:
             episode = Episode((), None, done=True)
             prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
@@ -81,9 +78,9 @@ def build_sampler(
     if environment.is_agent:
         with raise_on_all_ranks(ConfigError, "--environment"):
             return AGENT_SAMPLER["agent"](config, tokenizer, agent=environment.environment, **options)
-    from fsdptrain.trainer.samples.multi_turn import build_multi_turn
+    from fsdptrain.trainer.samples.multi_turn import MultiTurn
 
-    return build_multi_turn(config, tokenizer, environment=environment, **options)
+    return MultiTurn.of(config, tokenizer, environment=environment, **options)
 
 
 def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: PromptStream) -> "SampleBuilder | None":

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from fsdptrain import registry
 from fsdptrain.config import EnvironmentConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Environment
-from fsdptrain.types import Prompt, Turn
+from fsdptrain.types import Prompt
 
 FLAG = "--environment"
 
@@ -43,8 +43,7 @@ class LoadedEnvironment:
 def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
     """Build the environment named in `config` with its --environment-kwargs. None if no environment is named.
 
-    A class is instantiated once. A function `(prompt, responses) -> Turn` becomes an environment without state; an
-    async function `(client, prompt)` is an agent.
+    A class is instantiated once. An async function `(client, prompt)` is an agent.
 
     Raises ConfigError for any other object, and for arguments that it does not accept.
     """
@@ -58,8 +57,8 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(
-                f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or a function "
-                "(prompt, responses) -> Turn"
+                f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or an async "
+                "function (client, prompt) -> reward"
             )
     optional = [each for each in fields(LoadedEnvironment) if each.name != "environment"]
     found: dict[str, Any] = {each.name: getattr(made, each.name, each.default) for each in optional}
@@ -75,9 +74,6 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(found):
             inspect.signature(found).bind("client", None, **kwargs)
             return Agent(partial(found, **kwargs))
-        if inspect.isfunction(found):
-            inspect.signature(found).bind(None, [], **kwargs)
-            return FunctionEnvironment(partial(found, **kwargs))
         inspect.signature(found).bind(**kwargs)  # also raises TypeError if `found` is not callable
     except TypeError as error:
         raise ConfigError(f"{FLAG} {name} cannot be made with --environment-kwargs {dict(kwargs)}: {error}") from error
@@ -87,23 +83,3 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
 def find_environment(name: str) -> Any:
     """Return the class or function that --environment names, without making an environment. Raises ConfigError."""
     return registry.resolve(name, {}, flag=FLAG, plugins="environments")
-
-
-@dataclass
-class FunctionEnvironment:
-    """An environment made from a function of the prompt and all responses so far. It has no state of its own."""
-
-    function: Callable[[Prompt, Sequence[str]], Turn]
-
-    @dataclass
-    class State:
-        prompt: Prompt
-        responses: list[str] = field(default_factory=list)
-
-    def reset(self, prompt: Prompt, seed: int) -> State:
-        del seed  # a function gets no seed; use a class if you need one
-        return self.State(prompt)
-
-    def step(self, state: State, response: str) -> Turn:
-        state.responses.append(response)
-        return self.function(state.prompt, tuple(state.responses))

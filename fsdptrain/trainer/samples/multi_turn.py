@@ -119,6 +119,19 @@ class MultiTurn:
     tokenizer: PreTrainedTokenizerBase
     max_turns: int
 
+    @classmethod
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, **fields: Any) -> "MultiTurn":
+        """Build the sampler of a run with --environment."""
+        options = config.environment
+        timeout = options.environment_timeout or REPLY_TIMEOUT
+        return cls(
+            **fields,
+            renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=options.max_observation_len),
+            threads=StepThreads(num_threads=options.environment_workers, timeout=timeout),
+            tokenizer=tokenizer,
+            max_turns=options.max_turns,
+        )
+
     def sample(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch, *, in_flight: bool = False
     ) -> GenerationRound:
@@ -228,29 +241,4 @@ def _sample(episode: Conversation, result: RewardResult) -> Sample:
         versions=[first] * num_prompt + episode.versions if several else None,
         truncated=episode.truncated,
         routes=sample_routes(episode.routes, num_prompt + len(episode.token_ids)),
-    )
-
-
-def build_multi_turn(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    engine: RolloutEngine,
-    reward: ParallelReward,
-    environment: LoadedEnvironment,
-    reads_environment: bool,
-) -> MultiTurn:
-    """Build the sampler of a run with --environment."""
-    return MultiTurn(
-        engine=engine,
-        environment=environment,
-        reward=reward,
-        reads_environment=reads_environment,
-        renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=config.environment.max_observation_len),
-        threads=StepThreads(
-            num_threads=config.environment.environment_workers,
-            timeout=config.environment.environment_timeout or REPLY_TIMEOUT,
-        ),
-        tokenizer=tokenizer,
-        max_turns=config.environment.max_turns,
     )

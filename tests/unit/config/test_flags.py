@@ -116,7 +116,6 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "load_in_4bit": adapter,
         "offload_activations": ["--gradient-checkpointing"],
         "fp16": ["--no-bf16"],
-        "sft_eval_generate": ["--algorithm", "sft"],
         "use_opsm": ["--global-batch-size", "64"],
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
         "train_vision": ["--image-key", "images", "--prompt-data", "x.jsonl"],

@@ -1,7 +1,5 @@
 """Environments of a user, named by import path."""
 
-from collections.abc import Sequence
-
 from fsdptrain.types import Prompt, Turn
 
 
@@ -18,10 +16,6 @@ class Countdown:
         state.append(response)
         left = self.turns - len(state)
         return Turn(f"{left} more", done=left == 0, reward=1.0)
-
-
-def echo(prompt: Prompt, responses: Sequence[str], turns: int = 2) -> Turn:
-    return Turn(f"you said {responses[-1]}", done=len(responses) == turns, reward=float(len(responses)))
 
 
 class RowsNotInAMethod(Countdown):

@@ -15,7 +15,7 @@ def build(name: str, **kwargs):
     return build_environment(EnvironmentConfig(environment=name, environment_kwargs=kwargs))
 
 
-def test_environments_are_classes_or_functions():
+def test_environments_are_classes():
     assert build_environment(EnvironmentConfig()) is None
     calculator = build("examples.calculator.calculator:Calculator", native_tools=True)
     assert calculator.environment == Calculator(native_tools=True)
@@ -27,12 +27,6 @@ def test_environments_are_classes_or_functions():
     assert not countdown.step(state, "a").done
     assert countdown.step(state, "b").done
 
-    echo = build(f"{HERE}:echo", turns=2).environment
-    one, other = (echo.reset(Prompt("p", [1], ""), 0) for _ in range(2))
-    assert echo.step(one, "a").observation == "you said a"
-    assert echo.step(one, "b").done
-    assert not echo.step(other, "c").done  # episodes share nothing
-
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
@@ -43,9 +37,8 @@ def test_environments_are_classes_or_functions():
             "--environment does not know 'calculator'; it takes package.module:name",
         ),
         ("nowhere:Thing", {}, "--environment nowhere:Thing: No module named 'nowhere'"),
-        (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or a function"),
+        (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or an async"),
         (f"{HERE}:Countdown", {"turn": 1}, "cannot be made with --environment-kwargs .* unexpected keyword"),
-        (f"{HERE}:echo", {"turn": 1}, "cannot be made with --environment-kwargs"),
         (f"{HERE}:RowsNotInAMethod", {}, "dataset must be a method, got "),
         (f"{HERE}:thing", {}, "3 is not a callable object"),
     ],

@@ -1,4 +1,4 @@
-"""Build the components of a run in the order of a step, cheapest to fail first.
+"""Build a run in the order of a step, cheapest to fail first.
 
 Modules that only some runs need (environments, evaluation, SFT) are imported where the configuration turns
 them on.
@@ -7,28 +7,24 @@ them on.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from transformers import PreTrainedTokenizerBase
-
 from fsdptrain import platform, registry
-from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
-from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.feature import load_features
 from fsdptrain.loggers import build_loggers
 from fsdptrain.model.loading.meta import resolve_checkpoint
-from fsdptrain.protocols import FeatureEngine, Logger, Loss, RewardFunction, RolloutEngine, TrainBackend
+from fsdptrain.protocols import FeatureEngine, Logger, RewardFunction, RolloutEngine, TrainBackend
 from fsdptrain.rewards.build import build_reward
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.weight_sync.sync import WeightSync, build_verifier
 from fsdptrain.trainer.backend import open_backend
 from fsdptrain.trainer.data import build_data, require_same_data
+from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.resolve import load_environment, open_tokenizer, resolve
@@ -40,12 +36,12 @@ from fsdptrain.trainer.samples.build import (
     open_rewards,
     sample_builder,
 )
-from fsdptrain.trainer.samples.source import SampleSource, own_share
+from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.trainer.speed import Speed
+from fsdptrain.trainer.stopping import StopRequest
 
 if TYPE_CHECKING:
-    from fsdptrain.trainer.evaluation import Evaluation
-    from fsdptrain.trainer.sft_evaluation import LossEvaluation
+    from fsdptrain.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -55,32 +51,16 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Components:
-    """Everything that a run owns."""
-
-    config: Config  # resolved
-    folder: RunFolder
-    tokenizer: PreTrainedTokenizerBase
-    stream: PromptStream
-    source: SampleSource
-    loss: Loss
-    advantages: AdvantageRule
-    backend: TrainBackend
-    weight_sync: WeightSync | None  # with the engine; None: the run never generates
-    evaluation: "Evaluation | LossEvaluation | None"
-    phases: Phases
-    report: Reporter
-
-
 @contextmanager
-def build_components(
+def build_loop(
     config: Config,
     *,
     reward: RewardFunction | None,
     dataset: Sequence[Mapping[str, Any]] | None,
-    eval_dataset: Sequence[Mapping[str, Any]] | None = None,
-) -> Iterator[Components]:
+    eval_dataset: Sequence[Mapping[str, Any]] | None,
+    trainer: "Trainer",
+    stop: StopRequest,
+) -> Iterator[TrainingLoop]:
     """Resolve the configuration, build data and rewards, then the model, then the engine. Close all of them on exit."""
     files = resolve_checkpoint(config.model.hf_checkpoint, weights=False)
     features = load_features(config, files)  # before the weights are downloaded: the model may forbid an option
@@ -112,9 +92,8 @@ def build_components(
         from fsdptrain.trainer.sft_evaluation import held_out_samples
 
         held_out = held_out_samples(config, tokenizer, data)
-    generates = bool(data.prompts) or builder is None
     with ExitStack() as stack:
-        rewards = open_rewards(config, reward_function, data, environment, stack) if generates else None
+        rewards = open_rewards(config, reward_function, data, environment, stack) if make_engine else None
         loggers = open_loggers(config, folder, stack)
         memory = None
         if platform.has_accelerator():  # a CPU swaps
@@ -123,7 +102,7 @@ def build_components(
             memory = MemoryReport(config)
             stack.enter_context(memory.naming_flags())
         backend = open_backend(config, features, before_load=memory and memory.before_load)
-        engine = open_engine(config, backend, make_engine, checkpoint) if make_engine and generates else None
+        engine = open_engine(config, backend, make_engine, checkpoint) if make_engine else None
         phases = Phases(config, backend, engine)
         sampler = evaluation = weight_sync = threads = None
         if engine is not None and rewards is not None:
@@ -144,12 +123,12 @@ def build_components(
         if held_out is not None:
             from fsdptrain.trainer.sft_evaluation import LossEvaluation
 
-            evaluation = LossEvaluation.of(config, backend, samples=held_out, data=data, generation=evaluation)
+            evaluation = LossEvaluation.of(config, backend, samples=held_out, data=data)
         planned = None if memory is None else memory.planned
         speed = Speed.of(backend.model, platform.local_device(), backend.compute_dtype, copies=config.pack_copies)
-        yield Components(
+        yield TrainingLoop(
             config=config,
-            folder=folder,
+            run_folder=folder,
             tokenizer=tokenizer,
             stream=data.stream,
             source=build_source(config, data.stream, builder, sampler, advantages, engine=engine, threads=threads),
@@ -167,6 +146,8 @@ def build_components(
                 planned_memory=planned,
                 folder=folder.path,
             ),
+            trainer=trainer,
+            stop=stop,
         )
 
 
