@@ -52,7 +52,7 @@ def check_data(config: Config, name: str, flag: str) -> None:
     if not is_data_file(name, flag):
         return
     path = Path(name)
-    if first := _first_row(path, with_values=config.algorithm.algorithm == "sft"):
+    if first := _first_row(path):
         images, sft = image_key(config), sft_options(config)
         row_reader(first, config.data, where=f"{flag} {path.name}", folder=folder_of(path), image_key=images, sft=sft)
 
@@ -73,11 +73,8 @@ def image_key(config: Config) -> str | None:
     return next((found for key in keys if (found := key.value(config)) is not None), None)
 
 
-def _first_row(path: Path, *, with_values: bool) -> Mapping[str, Any] | None:
-    """Return a row with the columns of a file, the first one where it is read. None: not readable here.
-
-    with_values: return None for formats whose values would need a slow import, instead of a row of names.
-    """
+def _first_row(path: Path) -> Mapping[str, Any] | None:
+    """Return a row with the columns of a file, the first one where it is read. None: not readable here."""
     try:
         if path.suffix == ".csv":
             with path.open(newline="", encoding="utf-8-sig") as file:
@@ -86,7 +83,7 @@ def _first_row(path: Path, *, with_values: bool) -> Mapping[str, Any] | None:
             return _first_json(path)
     except (OSError, ValueError, csv.Error, RecursionError):  # the run reports it in the words of `datasets`
         return None
-    return None if with_values or path.suffix != ".parquet" else _parquet_columns(path)
+    return None
 
 
 def _first_json(path: Path) -> Mapping[str, Any] | None:
@@ -96,16 +93,3 @@ def _first_json(path: Path) -> Mapping[str, Any] | None:
     if not rows or not all(isinstance(row, dict) for row in rows):
         return None
     return {**{name: None for row in rows for name in row}, **rows[0]}
-
-
-def _parquet_columns(path: Path) -> Mapping[str, Any] | None:
-    import pyarrow  # lazy: takes 0.3 s
-    import pyarrow.parquet
-
-    def empty(kind: pyarrow.DataType) -> Any:  # in the place of a value; of a struct, which `column.key` may name
-        return {field.name: empty(field.type) for field in kind} if pyarrow.types.is_struct(kind) else ""
-
-    try:
-        return {field.name: empty(field.type) for field in pyarrow.parquet.read_schema(path)}
-    except (OSError, pyarrow.ArrowException):
-        return None
