@@ -12,7 +12,6 @@ _NUMPY = "the interpreter of triton 3.6 does not work with numpy 2.4"
 NEEDS_MORE = {  # beginnings of test names
     "tests/features/model_parallel/": _PLANS,
     "tests/distributed/test_memory_plan.py::test_the_estimate_is_near_what_a_step_takes[experts": _PLANS,
-    "tests/distributed/test_moe.py::test_a_rank_that_gets_all_tokens_shows_in_the_metrics": _PLANS,
     "tests/distributed/test_parallel.py": _PLANS,
     "tests/distributed/test_split_check.py": _PLANS,
     "tests/distributed/test_vision.py": _IMAGES,
