@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -62,7 +62,7 @@ class VLLMServerEngine:
         self.policy_version = 0
         self.response_timeout = config.section(ServerConfig).weight_sync_timeout
         self.request_timeout = config.section(VllmConfig).timeout
-        self._transfer = config.section(ServerConfig).weight_transfer
+        self._transfer: Literal["file", "gloo"] = config.section(ServerConfig).weight_transfer
         self._keeps_requests = config.sync.max_staleness > 0  # running requests continue after a weight sync
         self._loop = loop
         self._stop_token_ids = tuple(stop_token_ids)
