@@ -26,7 +26,8 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.loading.files import stored_dtype
 from fsdptrain.model.loading.meta import resolve_checkpoint
-from fsdptrain.model.policy import check_backward, check_head, evaluating, policy_logprobs
+from fsdptrain.model.policy import evaluating, policy_logprobs
+from fsdptrain.model.probes.head import check_backward, check_head
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
 from fsdptrain.model.structure import reshard
 from fsdptrain.model.truncation import Truncation

@@ -13,7 +13,8 @@ from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.loading.materialize import store_in
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
-from fsdptrain.model.policy import check_head, install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.probes.head import check_head
 from fsdptrain.model.probes.layout import choose_layout
 from tests import zoo
 from tests.testing import spawn

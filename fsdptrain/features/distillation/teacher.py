@@ -18,7 +18,8 @@ from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.files import named_in_errors
 from fsdptrain.model.logit_passes import EXCLUDED
-from fsdptrain.model.policy import check_head, evaluating, head_transform, policy_logprobs
+from fsdptrain.model.policy import evaluating, head_transform, policy_logprobs
+from fsdptrain.model.probes.head import check_head
 from fsdptrain.model.probes.layout import choose_layout
 from fsdptrain.model.rows import Rows
 from fsdptrain.model.structure import lm_head, reshard

@@ -25,7 +25,7 @@ from fsdptrain.features.model_parallel.plan import split_model, split_plan_of
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.materialize import local_part
 from fsdptrain.model.logprobs import vocab_parallel_logprobs
-from fsdptrain.model.policy import check_backward
+from fsdptrain.model.probes.head import check_backward
 from fsdptrain.model.probes.layout import LayoutProbe
 
 

@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.model.attention.attention import resolve_attention, set_attention
-from fsdptrain.model.policy import MODEL_ERRORS, check_backward, check_head, install_policy_forward
+from fsdptrain.model.policy import MODEL_ERRORS, install_policy_forward
+from fsdptrain.model.probes.head import check_backward, check_head
 from fsdptrain.model.probes.layout import REFERENCE, SHORT, LayoutProbe, choose_layout
 from fsdptrain.model.probes.random_copy import random_copy
 

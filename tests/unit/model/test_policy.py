@@ -9,12 +9,8 @@ from torch import Tensor
 
 from fsdptrain.errors import NumericsError
 from fsdptrain.model import policy
-from fsdptrain.model.policy import (
-    check_backward,
-    check_head,
-    head_transform,
-    policy_logprobs,
-)
+from fsdptrain.model.policy import head_transform, policy_logprobs
+from fsdptrain.model.probes.head import check_backward, check_head
 from fsdptrain.model.rows import Layout
 from tests import zoo
 from tests.exact import Exact, in_float64
