@@ -45,7 +45,7 @@ dense-2-ranks           | dense  | 2 | {ON_POLICY}
 dense-4-ranks           | dense  | 4 |
 dense-launched          | dense  | 1 | --nproc-per-node 2
 steps                   | dense  | 1 |
-epochs                  | dense  | 2 | --epochs-per-rollout 2 --lr-decay-style linear --sync-check every
+epochs                  | dense  | 2 | --epochs-per-rollout 2 --lr-decay-style linear
 schedule                | dense  | 1 | --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 0.1
 clip                    | dense  | 1 | --eps-clip 1e-3 --eps-clip-high 2e-3 --eps-clip-c 3
 opsm                    | dense  | 1 | --use-opsm --lr 1e-2 --loss-aggregation sequence_sum
@@ -77,7 +77,7 @@ hybrid                  | hybrid | 2 |
 sft                     | dense  | 1 | @sft
 sft-2-ranks             | dense  | 2 | @sft --rollout-batch-size 6
 lora                    | dense  | 1 | --lora-rank 4 --lora-export both --kl-loss-coef 0.1
-lora-2-ranks            | dense  | 2 | --lora-rank 4 --lora-targets attention
+lora-2-ranks            | dense  | 2 | --lora-rank 4 --lora-targets q_proj k_proj v_proj o_proj
 lora-merged-2-ranks     | dense  | 2 | --lora-rank 4 --lora-export merged
 lora-experts            | moe    | 1 | --lora-rank 4 --lora-targets experts.gate_up_proj experts.down_proj
 moe                     | moe    | 1 |

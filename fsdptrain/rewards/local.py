@@ -1,6 +1,7 @@
 """Async rewards, in an event loop of the trainer's process."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
@@ -11,6 +12,7 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.rewards.calls import Call, LostTime, Outcome, RewardCalls, reason
 
 MAX_CONCURRENT = 64  # async calls of a rank
+GRACE_S = 5.0  # for the event loop to end late calls
 
 
 class EventLoop:
@@ -29,10 +31,17 @@ class EventLoop:
     def run(self, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
         """Score the samples, in order. Raises RolloutError if too much time is lost, or after `close`."""
         if not self._closed:
+            rounds = math.ceil(len(calls) / MAX_CONCURRENT)
+            scored = asyncio.run_coroutine_threadsafe(self._score_all(calls, lost), self._loop)
             try:
-                return asyncio.run_coroutine_threadsafe(self._score_all(calls, lost), self._loop).result()
+                return scored.result(rounds * self.reward.timeout + GRACE_S)
             except CancelledError:
                 pass
+            except TimeoutError:
+                raise RolloutError(
+                    f"{self.reward.where}: async calls did not end at --reward-timeout: they block their event loop, "
+                    "or catch its cancellation; await what takes long, or make it a plain function"
+                ) from None
         raise RolloutError(f"{self.reward.where}: the run has ended")
 
     def close(self) -> None:

@@ -50,12 +50,14 @@ class Worker:
         with suppress(OSError):  # it has ended
             self._connection.send_bytes(reward)
 
-    def wait_until_loaded(self) -> None:
+    def wait_until_loaded(self, timeout: float) -> bool:
+        """Return whether the reward is loaded, or its process has ended, which its first call tells."""
         with suppress(EOFError, OSError):
-            if self._connection.poll(START_S):
-                self._connection.recv_bytes()
-            else:
+            if not self._connection.poll(timeout):
                 self.kill()
+                return False
+            self._connection.recv_bytes()
+        return True
 
     def call(self, samples: bytes, timeout: float) -> list[Outcome] | str | None:
         """Return the outcomes, a text for all of them, or None if they are late, which ends the process."""
@@ -162,7 +164,11 @@ class ProcessPool:
                 self._started.append(worker)
         except OSError as error:
             raise RolloutError(f"{self.reward.where}: no process can be started: {error}") from error
-        worker.wait_until_loaded()
+        if not worker.wait_until_loaded(seconds := START_S + self.reward.timeout):
+            raise RolloutError(
+                f"{self.reward.where}: its process did not load it within {seconds:g} s: load less, or raise "
+                "--reward-timeout"
+            )
         return worker
 
     def _ended(self) -> RolloutError:

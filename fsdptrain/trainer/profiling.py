@@ -35,15 +35,16 @@ class StepProfiler:
                 torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
             self._profile = profile(activities=supported_activities(), record_shapes=True, profile_memory=True)
             self._profile.start()
-        is_over = True
+        is_over, found = True, self._profile
         try:
             yield
             is_over = step == self._last
         finally:
-            if is_over and self._profile is not None:
-                self._profile.stop()
-        if is_over and self._profile is not None:
-            self._write(self._profile)
+            if is_over and found is not None:
+                self._profile = None
+                found.stop()
+        if is_over and found is not None:
+            self._write(found)
 
     def _write(self, found: profile) -> None:
         """Write the files of this rank. Collective: an error of one rank is raised on all."""

@@ -77,9 +77,7 @@ def test_another_experiment_in_a_folder_of_a_run_is_refused_unless_its_checkpoin
         reopen(**values, num_rollout=num_rollout)
     [(flat, value)] = values.items()
     message = str(caught.value)
-    assert (
-        f"--{flat.replace('_', '-')} {[value] if flat in ('reward', 'prompt_data') else value} in place of" in message
-    )
+    assert f"--{flat.replace('_', '-')} {[value] if flat == 'reward' else value} in place of" in message
     assert message.startswith(f"--output-dir {folder} holds another experiment")
     assert message.endswith(f"choose another --output-dir, or go on from its checkpoint on purpose by --resume {path}")
     assert "\n" not in message

@@ -137,7 +137,7 @@ def check_hostile(page: Browser) -> None:
     page.get("document.getElementById('metrics-menu').open = true")
     page.wait("document.querySelectorAll('#metrics-list label').length === 3")
     page.get("document.querySelector('.token').dispatchEvent(new PointerEvent('pointermove', {bubbles: true}))")
-    assert "rollout logprob -1.0000\ntrainer logprob -1.0000" in page.get("document.getElementById('tip').textContent")
+    assert "rollout logprob -1.0000" in page.get("document.getElementById('tip').textContent")
     text = page.get("document.body.innerText")
     for hostile in (*HOSTILE[:4], "${window.hacked = 1} `'\"&amp;"):
         assert hostile in text, hostile

@@ -36,10 +36,13 @@ class WeightFolder:
 
         Reads `weights` to its end even after an error, because iterating it is collective; then raises an OSError.
         """
-        for path in self.path.glob("*.safetensors"):
-            path.unlink()
         files: list[Path] = []
         error: OSError | None = None
+        try:
+            for path in self.path.glob("*.safetensors"):
+                path.unlink()
+        except OSError as caught:
+            error = caught
         for parts in self._parts(weights):
             if error is None:
                 path = self.path / f"{len(files):05d}.safetensors"

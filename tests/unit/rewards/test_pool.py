@@ -18,7 +18,8 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.rewards import parallel
+from fsdptrain.rewards import local, parallel
+from fsdptrain.rewards import pool as processes
 from fsdptrain.rewards.build import Component, WeightedSum
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel, default_workers
 from fsdptrain.rewards.pool import worker_environment
@@ -176,6 +177,18 @@ def test_async_calls_run_at_the_same_time_and_late_ones_cost_their_samples() -> 
     assert results.first_error == f"{OBEDIENT[:-8]}judge: no answer within --reward-timeout 1 s"
     with pool(Judge()) as rewards:
         assert scores(rewards, ["1", "none", "3"]) == [1.0, None, 3.0]
+
+
+def test_an_async_call_that_blocks_its_loop_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GRACE_S", SHORT)
+    with pool(judge, timeout=SHORT) as rewards, pytest.raises(RolloutError, match="they block their event loop"):
+        scores(rewards, ["block"])
+
+
+def test_a_reward_that_loads_too_long_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "START_S", 0.01 - SHORT)
+    with pool(obedient, timeout=SHORT) as rewards, pytest.raises(RolloutError, match="did not load it within 0"):
+        scores(rewards, ["1"])
 
 
 def test_a_reward_of_lists_gets_all_samples_in_one_call() -> None:

@@ -63,6 +63,8 @@ _together: dict[asyncio.AbstractEventLoop, tuple[list[str], asyncio.Event]] = {}
 
 
 async def judge(prompt: Prompt, response: str) -> float | None:
+    if response == "block":
+        time.sleep(20)
     if response == "late":
         await asyncio.sleep(600)
     if response == "together":  # sixty of these wait for each other

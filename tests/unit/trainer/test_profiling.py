@@ -32,6 +32,14 @@ def test_an_error_ends_the_trace_unwritten_and_later_steps_can_be_profiled(tmp_p
     assert names.count("aten::mm") == 2
 
 
+def test_an_error_after_the_last_profiled_step_is_raised_as_it_is(tmp_path: Path) -> None:
+    profiler = StepProfiler((1, 1), tmp_path)
+    with platform.process_group(60):
+        run(profiler, range(1, 3))
+    with pytest.raises(ValueError):
+        run(profiler, range(-1, 0))
+
+
 def test_a_resumed_run_profiles_the_rest_of_its_steps(tmp_path: Path) -> None:
     with platform.process_group(60):
         run(StepProfiler((2, 4), tmp_path), range(3, 6))
