@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 RENAMED_METRICS = {  # old name, or a group ending with a slash -> new name
-    "sync/probe_abs_mean": "weight_sync/logprob_abs_diff",
     "staleness/samples_of_several_versions": "staleness/mixed_version_samples",
     "sync/": "weight_sync/",
 }

@@ -216,7 +216,7 @@ class Features:
         return iter(self.members)
 
     def find(self, kind: type[F]) -> F | None:
-        """The feature of a class, for tests and tools."""
+        """The feature of a class, for tests."""
         return next((member for member in self.members if isinstance(member, kind)), None)
 
     @property

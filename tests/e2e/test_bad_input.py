@@ -1,7 +1,7 @@
 """A mistake that is found after the configuration was checked ends in one line with the flag, and exit code 2.
 
 What the configuration itself refuses is tested in tests/unit/config; one line on standard error for it in
-test_cli_dry_run.py; broken weights and folders in tests/distributed.
+tests/unit/test_cli.py; broken weights and folders in tests/distributed.
 """
 
 import json

@@ -35,7 +35,7 @@ def main(starts: dict[str, dict[str, Any]], prompts: list[list[int]]) -> dict[st
     import torch
     import vllm
 
-    if torch.cpu._is_amx_tile_supported():  # as our workers do: `vllm_reload.ask_for_tiles`
+    if torch.cpu._is_amx_tile_supported():  # as our workers do: `cpu_quirks.request_amx`
         torch.cpu._init_amx()
     answers = {}
     for name, start in starts.items():

@@ -88,7 +88,7 @@ def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, s
 def _forgotten_norms(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[str]:
     """Yield the norms of split heads that the plan omits.
 
-    Some plans omit them (GLM-4.5, Phi) as if they saw all heads. `gradient_check` detects other cases at startup.
+    Some plans omit them (GLM-4.5, Phi) as if they saw all heads. `check_backward` detects other cases at startup.
     """
     for name, module in model.named_modules():
         norm = _NORM_OF_HEADS.search(name)
