@@ -1,6 +1,5 @@
 """`--dry-run`: check the inputs and the sizes, and print each value with its source, without training."""
 
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -43,7 +42,7 @@ def dry_run(resolved: Resolved) -> None:
     if world_size is not None:
         check_world_size(config, world_size)
     if is_local:
-        _check_sizes(config, world_size or _smallest_world(config))
+        _check_sizes(config)
     sys.stdout.write(to_yaml(config, resolved.sources))
     notes = [] if world_size is None else draw_grid(config, world_size)
     notes += [f"not checked: {line}" for line in _unchecked(config, is_local)]
@@ -78,12 +77,7 @@ def _check_model_folder(config: Config) -> bool:
     return False
 
 
-def _smallest_world(config: Config) -> int:
-    """Return the smallest number of processes that the parallel sizes allow."""
-    return config.fsdp.replicate_size * math.lcm(*(group.size * group.stride for group in config.rank_groups))
-
-
-def _check_sizes(config: Config, world_size: int) -> None:
+def _check_sizes(config: Config) -> None:
     """Raise ConfigError if the backend cannot build the model in the parallel sizes. Imports torch if it must."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if config.model.backend == "fsdp" and any(group.size > 1 for group in config.rank_groups):

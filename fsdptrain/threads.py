@@ -25,11 +25,9 @@ class StepThreads:
     abandoned.
     """
 
-    def __init__(self, *, num_threads: int, timeout: float, flag: str = "--environment") -> None:
-        """`flag` names the caller in errors; `timeout` is the value of `flag`-timeout."""
+    def __init__(self, *, num_threads: int, timeout: float) -> None:
         self.num_threads = num_threads
-        self.timeout = timeout  # from the start of a call [s]
-        self.flag = flag
+        self.timeout = timeout  # --environment-timeout, from the start of a call [s]
         self._stuck: list[threading.Thread] = []
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
@@ -41,8 +39,8 @@ class StepThreads:
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) > MAX_STUCK:
             raise RolloutError(
-                f"{len(self._stuck)} calls of {self.flag} missed {self.flag}-timeout {self.timeout:g} and still "
-                "run: give them their own time limit"
+                f"{len(self._stuck)} calls of --environment missed --environment-timeout {self.timeout:g} and "
+                "still run: give them their own time limit"
             )
         waiting, finished = deque(range(len(calls))), queue.SimpleQueue[tuple[int, T | Exception]]()
         running: dict[int, tuple[float, threading.Thread]] = {}  # index -> (deadline, thread), the earliest first
@@ -51,7 +49,7 @@ class StepThreads:
             while waiting and len(running) < self.num_threads:
                 index = waiting.popleft()
                 thread = threading.Thread(
-                    target=lambda i=index: finished.put((i, _attempt(calls[i]))), daemon=True, name=self.flag.strip("-")
+                    target=lambda i=index: finished.put((i, _attempt(calls[i]))), daemon=True, name="environment"
                 )
                 running[index] = (time.monotonic() + self.timeout, thread)
                 thread.start()
@@ -59,7 +57,7 @@ class StepThreads:
             try:
                 index, result = finished.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                index, result = first, DeadlineError(f"no answer within {self.flag}-timeout {self.timeout:g} s")
+                index, result = first, DeadlineError(f"no answer within --environment-timeout {self.timeout:g} s")
                 self._stuck.append(thread)
             if running.pop(index, None) is not None:  # else too late
                 results[index] = result

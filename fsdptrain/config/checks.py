@@ -64,13 +64,6 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
     check_world_size(config, world_size)
 
 
-def idle_reason(config: Config, flat: str) -> str:
-    """Return why the option has no effect, by the rules of its field, or ""."""
-    key = all_keys()[flat]
-    broken = (_broken(config, key, rule) for rule in key.rules)
-    return next((reason for reason in broken if reason), "")
-
-
 def problem_of(config: Config, key: Key, rule: Rule) -> Problem | None:
     """Return the line for an option that was set and breaks `rule`."""
     reason = _broken(config, key, rule)

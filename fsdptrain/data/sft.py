@@ -115,21 +115,15 @@ def make_sample(group_id: str, token_ids: list[int], loss_mask: list[bool]) -> S
     return Sample(group_id, token_ids, loss_mask, rollout_logprobs=[0.0] * len(token_ids), advantage=1.0)
 
 
-def sft_sample(
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    renderer: TurnRenderer | None = None,
-    eos_token_id: int | None = None,
-) -> Sample:
-    """Build the sample of a response. The loss covers the response and its end token (default: the tokenizer's EOS).
+def sft_sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, renderer: TurnRenderer | None = None) -> Sample:
+    """Build the sample of a response. The loss covers the response and the tokenizer's end token.
 
     The response is tokenized separately, after the prompt tokens, exactly as an engine would have to generate it. A
     label that is a list of messages is an episode after the prompt: the loss covers each assistant turn, and
     `renderer` renders the other messages as it renders observations. Too long samples are handled by
     `pack.drop_overlong`.
     """
-    end = end_token(tokenizer) if eos_token_id is None else eos_token_id
+    end = end_token(tokenizer)
     token_ids, loss_mask = list(prompt.token_ids), [False] * len(prompt.token_ids)
     for is_model, messages in groupby(_episode(prompt), key=_is_model):
         if is_model:

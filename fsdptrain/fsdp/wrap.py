@@ -71,13 +71,13 @@ def shard_model(
     _set_prefetch([module for module in (model, *inside) if isinstance(module, FSDPModule)])
 
 
-def largest_shard(parameter: nn.Parameter, num_shards: int, *, cut_dim: int = 0, parts: int = 1) -> int:
-    """Return the number of elements of the largest shard of `parameter`, first split into `parts` along `cut_dim`."""
+def largest_shard(parameter: nn.Parameter, num_shards: int, *, parts: int = 1) -> int:
+    """Return the number of elements of the largest shard of `parameter`, first split into `parts` along dim 0."""
     if not parameter.dim():
         return parameter.numel()
     placement = expert_placement(num_shards, parts=parts)(parameter)
     shape = list(parameter.shape)
-    for dim, count in ((cut_dim, parts), (0 if placement is None else placement.dim, num_shards)):
+    for dim, count in ((0, parts), (0 if placement is None else placement.dim, num_shards)):
         shape[dim] = math.ceil(shape[dim] / count)
     return math.prod(shape)
 

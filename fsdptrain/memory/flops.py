@@ -85,7 +85,8 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
     return _measured_tflops(device, dtype)
 
 
-def _measured_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 8) -> float:
+def _measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    repeats = 8
     size = 512 if device.type == "cpu" else 8192  # a smaller product does not fill a GPU
     a = torch.randn(size, size, device=device).to(dtype)
     (a @ a).sum().item()

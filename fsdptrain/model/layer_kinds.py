@@ -16,7 +16,6 @@ class LayerKind:
     indices: tuple[int, ...]  # within the ModuleList
     layer: nn.Module  # the first of them
     entry: tuple[str, ...]  # values in the per-layer lists of the config, e.g. ("sliding_attention",)
-    of_text: bool  # in the language model, not in a vision tower
 
     @property
     def span(self) -> str:
@@ -59,12 +58,11 @@ def per_layer_lists(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, 
 
 
 def _kinds_of_list(model: PreTrainedModel, path: str, layers: nn.ModuleList) -> list[LayerKind]:
-    lists, text = per_layer_lists(model, layers), set(decoder_layers(model))
+    lists = per_layer_lists(model, layers)
     groups: dict[tuple, list[int]] = {}
     for index, layer in enumerate(layers):
         held = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
         classes = tuple(type(module).__name__ for module in layer.modules())
         entry = tuple(str(values[index]) for values in lists.values())
         groups.setdefault((held, classes, entry), []).append(index)
-    kinds = [(tuple(group), layers[group[0]], entry) for (_, _, entry), group in groups.items()]
-    return [LayerKind(path, group, layer, entry, layer in text) for group, layer, entry in kinds]
+    return [LayerKind(path, tuple(group), layers[group[0]], entry) for (_, _, entry), group in groups.items()]

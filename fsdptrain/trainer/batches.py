@@ -32,7 +32,6 @@ class PackingRules:
     copies: int = 1  # adjacent ranks that share one pack's work and so train on the same packs
     features: Features = NO_FEATURES
     skips_zero_advantage: bool = False  # pack no samples whose advantage is 0
-    row_multiple: int = 1  # padded row lengths are a multiple of this (context parallelism shards columns)
 
     @classmethod
     def of(cls, config: Config, *, layout: Layout, features: Features = NO_FEATURES) -> "PackingRules":
@@ -46,7 +45,6 @@ class PackingRules:
             layout=layout,
             copies=config.pack_copies,
             skips_zero_advantage=not config.trains_zero_advantage,
-            row_multiple=config.token_ranks,
             features=features,
         )
 
@@ -185,7 +183,4 @@ def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: Pac
     plan = None if packer is None else packer.plan(lengths, prompts, **limits)
     if plan is not None:
         return plan
-    if rules.layout == "packed":
-        return plan_packs(lengths, **limits)
-    rows = [length + -length % rules.row_multiple for length in lengths]
-    return plan_rows(rows, **limits)
+    return (plan_packs if rules.layout == "packed" else plan_rows)(lengths, **limits)

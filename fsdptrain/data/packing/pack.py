@@ -81,9 +81,7 @@ def fill_packs(sizes: Sequence[int], costs: Sequence[float], *, num_ranks: int, 
     return packs + [[] for _ in range(num_packs * num_ranks - len(packs))]
 
 
-def plan_rows(
-    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, quadratic_cost: float = QUADRATIC_COST
-) -> PackPlan:
+def plan_rows(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> PackPlan:
     """Plan packs for the padded layout, where a pack computes samples x longest tokens; the product is the budget.
 
     Samples of similar length share a pack. To give every rank the same number of packs, the costliest packs are split
@@ -99,7 +97,7 @@ def plan_rows(
 
     def cost(pack: list[int]) -> float:
         longest = lengths[pack[0]] if pack else 0
-        return len(pack) * (longest + quadratic_cost * longest * longest)
+        return len(pack) * (longest + QUADRATIC_COST * longest * longest)
 
     while len(packs) % num_ranks:
         costliest = max(range(len(packs)), key=lambda number: (len(packs[number]) > 1, cost(packs[number])))

@@ -10,7 +10,6 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from fsdptrain.data.packing.pack import (
-    QUADRATIC_COST,
     PackPlan,
     assign_packs_to_ranks,
     check_lengths,
@@ -24,12 +23,7 @@ _NEARLY_BALANCED = 1.02
 
 
 def plan_shared(
-    lengths: Sequence[int],
-    prompts: Sequence[tuple[int, int]],
-    *,
-    num_ranks: int,
-    max_tokens: int,
-    quadratic_cost: float = QUADRATIC_COST,
+    lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
 ) -> PackPlan:
     """Return the cheapest plan, or that of `plan_packs` if no samples have the same prompt.
 
@@ -44,12 +38,12 @@ def plan_shared(
     families = _families(prompts)
     limits = {"num_ranks": num_ranks, "max_tokens": max_tokens}
     if not families:
-        return plan_packs(lengths, quadratic_cost=quadratic_cost, **limits)
+        return plan_packs(lengths, **limits)
     samples = _Samples(
         lengths,
         prompts,
-        costs=sequence_costs(lengths, quadratic_cost),
-        prompt_costs=sequence_costs([length for _, length in prompts], quadratic_cost),
+        costs=sequence_costs(lengths),
+        prompt_costs=sequence_costs([length for _, length in prompts]),
     )
     alone = [[i] for i in sorted(set(range(len(lengths))).difference(*families))]
     ideal = math.fsum(map(samples.cost, [*families, *alone])) / num_ranks
