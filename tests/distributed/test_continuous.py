@@ -55,7 +55,7 @@ class Gated(FakeRolloutEngine):
 
 @contextmanager
 def source(
-    engine: Gated, *, first: int = 0, state: dict[str, Any] | None = None, slots: int = 64, **more: Any
+    engine: Gated, *, first: int = 0, state: dict[str, Any] | None = None, **more: Any
 ) -> Iterator[ContinuousSource]:
     tokenizer = tiny_tokenizer()
     rows = [Row(f"r:{i}", f"question {i}", label=first + i) for i in range(60)]
@@ -64,7 +64,7 @@ def source(
     )
     if state is not None:
         stream.load_state_dict(state)
-    threads = ThreadPoolExecutor(slots)
+    threads = ThreadPoolExecutor(64)
     values = {"max_staleness": 1, "num_rollouts": STEPS, **more}
     try:
         yield ContinuousSource(
