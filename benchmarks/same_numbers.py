@@ -15,7 +15,7 @@ equal. Runs and metrics that the new recording lacks count as differences, addit
 adds to RENAMED_METRICS (`old/=new/` renames a group), `--ignore PATTERN` accepts the loss of a metric.
 
 The table of runs (same_numbers_runs.py) has the old spelling of flags. RENAMED_FLAGS has the new one, which is used if
-`--help` of the checkout lists it. Two recordings of the same code on the same machine are bitwise equal in all runs.
+`--help-all` of the checkout lists it. Two recordings of the same code on the same machine are bitwise equal.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Settings(NamedTuple):
 
     checkout: Path
     folder: Path  # inputs of the runs
-    help: str  # output of the checkout's --help
+    help: str  # output of the checkout's --help-all
     vllm_python: str | None
     timeout: float  # per run [s]
 
@@ -185,7 +185,7 @@ def _variables(num_ranks: int) -> list[dict[str, str]]:
 
 
 def _help(checkout: Path) -> str:
-    argv = [sys.executable, "-m", "fsdptrain", "--help"]
+    argv = [sys.executable, "-m", "fsdptrain", "--help-all"]
     variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
         argv, cwd=checkout, env=variables, check=True, capture_output=True, text=True

@@ -68,7 +68,7 @@ def build_loop(
     environment = load_environment(config)
     processor = features.prompt_processor
     tokenizer = open_tokenizer(config, checkpoint, processor)
-    config = resolve(config, tokenizer, environment)
+    trainer.config = config = resolve(config, tokenizer, environment)
     folder = open_folder(config)
     if config.run.push_to_hub is not None:
         from fsdptrain.trainer.hub import open_repository

@@ -100,8 +100,10 @@ class ConfigLogger:
 
 def test_config_yaml_holds_the_running_configuration_with_which_the_same_command_resumes(checkpoint, tmp_path, caplog):
     options = config(checkpoint, tmp_path, log_to=[f"{__name__}:ConfigLogger"], num_rollout=1)
-    Trainer(options, reward=vowels, dataset=ROWS).fit()
+    trainer = Trainer(options, reward=vowels, dataset=ROWS)
+    trainer.fit()
     [running] = ConfigLogger.configs
+    assert trainer.config == running
     assert (options.rollout.engine, running.rollout.engine) == ("auto", "hf")
     assert load_recipe(tmp_path / "config.yaml") == running
     caplog.clear()
