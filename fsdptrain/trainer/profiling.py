@@ -33,7 +33,9 @@ class StepProfiler:
             self._first = step  # of a resumed run
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
-            self._profile = profile(activities=supported_activities(), record_shapes=True, profile_memory=True)
+            self._profile = profile(
+                activities=supported_activities(), record_shapes=True, profile_memory=True, acc_events=True
+            )
             self._profile.start()
         is_over, found = True, self._profile
         try:

@@ -83,6 +83,11 @@ class Case:
         return "lora_rank" in self.values
 
     @property
+    def rounded(self) -> float:
+        """In float32 other packs alone move the gradients of A_log and dt_bias, sums that cancel, by 9e-5."""
+        return 1e-3 if self.model == "recurrent" else ROUNDED
+
+    @property
     def only_moves(self) -> bool:
         return bool(self.mesh) and self.mesh.keys() <= MEMORY
 
@@ -206,7 +211,7 @@ def broken_laws(cases: list[Case], hub: Path, folder: Path) -> dict[str, list[st
                 broken.append("the export before training is not the checkpoint")
         taken = steps(backend, case, range(NUM_STEPS), SMALL_PACKS)
         reached = state(backend)
-        bound = EXACT if case.is_exact and not case.is_adapted else ROUNDED  # adapters are float32
+        bound = EXACT if case.is_exact and not case.is_adapted else case.rounded  # adapters are float32
         broken += differences_to_one_rank(taken, full_state(backend.model), *alone[case.alone], bound)
         if not case.mesh:
             not_moved[case.alone] = taken, reached

@@ -25,10 +25,9 @@ def crashes_and_hangs(prompt: Prompt, response: str) -> float:
     return variety(prompt, response)
 
 
-def hangs_now_and_then(prompt: Prompt, response: str) -> float:
-    """Every other call on rank 1."""
-    _calls.append(response)
-    if os.environ["RANK"] == "1" and len(_calls) % 2:
+def hangs_on_rank_1(prompt: Prompt, response: str) -> float:
+    """A process of rewards knows its rank by the one device that it may see."""
+    if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         threading.Event().wait()
     return variety(prompt, response)
 
