@@ -124,10 +124,9 @@ def changed_values(run: Path, now: Config) -> dict[OnResume, list[str]]:
 
 
 def _is_same_path(old: Any, new: Any) -> bool:
-    """Return whether two values, or two lists of one value (--prompt-data), name the same file or folder."""
-    paths: list[Any] = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in (old, new)]
-    are_paths = all(isinstance(path, str) and os.path.exists(path) for path in paths)
-    return are_paths and os.path.samefile(*paths)
+    """Return whether two values name the same file or folder."""
+    are_paths = all(isinstance(path, str) and os.path.exists(path) for path in (old, new))
+    return are_paths and os.path.samefile(old, new)
 
 
 def _refuse_used_folder(config: Config, folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from fsdptrain import platform
 from fsdptrain.trainer.profiling import FOLDER, StepProfiler
@@ -32,12 +33,17 @@ def test_an_error_ends_the_trace_unwritten_and_later_steps_can_be_profiled(tmp_p
     assert names.count("aten::mm") == 2
 
 
-def test_an_error_after_the_last_profiled_step_is_raised_as_it_is(tmp_path: Path) -> None:
+def test_an_error_after_the_last_profiled_step_does_not_end_the_trace_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, stop = [], profile.stop
+    monkeypatch.setattr(profile, "stop", lambda self: ended.append(self) or stop(self))
     profiler = StepProfiler((1, 1), tmp_path)
     with platform.process_group(60):
         run(profiler, range(1, 3))
     with pytest.raises(ValueError):
         run(profiler, range(-1, 0))
+    assert len(ended) == 1
 
 
 def test_a_resumed_run_profiles_the_rest_of_its_steps(tmp_path: Path) -> None:
