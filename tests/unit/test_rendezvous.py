@@ -12,6 +12,8 @@ from fsdptrain.rank_variables import RankVariables
 from fsdptrain.rendezvous import open_store
 from tests.testing import reserved_port
 
+pytestmark = pytest.mark.slow
+
 
 def ranks_of(world_size, port):
     first = RankVariables(0, world_size, 0, world_size, "127.0.0.1", port, False)

@@ -40,6 +40,8 @@ from tests.unit.rewards.user_rewards import (
     sleeps,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPT = Prompt("a", [1], "label")
 MINUTE = 60.0
 SHORT = 1.0

@@ -85,6 +85,7 @@ def check_on_ranks(limits: list[float]) -> list[int | str]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_the_unscored_fraction_is_that_of_all_ranks() -> None:
     assert (
         spawn(3, check_on_ranks, [0.2, 0.1])

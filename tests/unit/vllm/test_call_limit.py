@@ -10,6 +10,8 @@ import pytest
 from fsdptrain.vllm.call_limit import CallLimit
 from tests.testing import preloaded_context
 
+pytestmark = pytest.mark.slow
+
 
 def hang(folder: Path, checked: bool) -> None:
     sys.stderr = (folder / "err").open("w")

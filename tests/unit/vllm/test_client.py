@@ -14,6 +14,8 @@ from fsdptrain.vllm.server.event_loop import EventLoop
 from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import GENERATE, ScriptedServer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:

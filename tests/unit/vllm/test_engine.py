@@ -20,6 +20,8 @@ from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.weight_files import WeightFolder
 from tests.unit.vllm.scripted_server import ANSWERS, GENERATE, ScriptedServer
 
+pytestmark = pytest.mark.slow
+
 LOAD = "/collective_rpc"
 PROMPTS = [Prompt("a", [1, 2], ""), Prompt("b", [3], "")]
 SAMPLING = SamplingParams(num_samples=2, max_tokens=4, temperature=1.0)

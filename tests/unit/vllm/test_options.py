@@ -38,6 +38,7 @@ def refusals(given: list[dict[str, int]]) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_an_engine_in_the_process_supports_tensor_parallelism_over_the_ranks():
     [said] = spawn(1, refusals, [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
     assert "tensor_parallel_size=2: an engine spans this number of ranks, and there are 1: use a divisor" in said[0]

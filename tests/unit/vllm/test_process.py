@@ -16,6 +16,8 @@ from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.process import ServerProcess
 from tests.event_loop import run_in_loop
 
+pytestmark = pytest.mark.slow
+
 PARENT = """
 import os, subprocess, sys, time
 subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), sys.argv[2], "bash", "-c", "sleep 60 & sleep 60"])
