@@ -141,6 +141,7 @@ class Keywords(TypedDict, total=False):
     keep_last: int
     async_save: bool
     export: bool
+    export_dtype: Literal["auto", "source", "bfloat16", "float32"]
     push_to_hub: str | None
     eval_interval: int
     n_samples_per_eval_prompt: int

@@ -1,11 +1,11 @@
 """Sections of the run: length, evaluation, checkpoints, loggers and processes."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, REFUSED, RL_ONLY, IdleWith, Problem, Requires
+from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, NEUTRAL, REFUSED, RL_ONLY, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
 from fsdptrain.registry import plugin_names, suggest
 
@@ -46,6 +46,12 @@ class RunConfig(Section):
     """Continue training while a checkpoint is written from a copy of weights and optimizer state in host memory."""
     export: bool = True
     """Export the trained model to output_dir/hf at the end, for from_pretrained."""
+    export_dtype: Annotated[Literal["auto", "source", "bfloat16", "float32"], EXPORT_CHOICE, Requires("export")] = (
+        "auto"
+    )
+    """Dtype of the exported model. `auto`: the one that the run computes with, so the export is the model that was
+    evaluated. `source`: that of --hf-checkpoint. Tensors that --hf-checkpoint stores in more precision than the others
+    keep it."""
     push_to_hub: Annotated[str | None, Requires("export")] = None
     """Private repository of the Hugging Face Hub, e.g. name/model, that gets the exported model and a model card at the
     end. Default: none."""

@@ -24,7 +24,6 @@ from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.optimizers import find_optimizer
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
-from fsdptrain.model.loading.files import stored_dtype
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.policy import evaluating, policy_logprobs
 from fsdptrain.model.probes.head import check_backward, check_head
@@ -156,7 +155,7 @@ class FSDPBackend:
         return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, features=self.features)
 
     def export(self, target: Path) -> None:
-        """Write the policy as a Hugging Face folder, in the dtype of its source checkpoint."""
+        """Write the policy as a Hugging Face folder, in the dtype of --export-dtype."""
         assert self._stash is None, "onload comes before export"
         if self.features.adapter is None:
             self._export_model(target)
@@ -164,11 +163,11 @@ class FSDPBackend:
             self.features.adapter.export(target, self._export_model)
 
     def _export_model(self, target: Path) -> None:
-        from fsdptrain.fsdp.export import export_hf
+        from fsdptrain.fsdp.export import export_dtype, export_hf
 
-        stored = stored_dtype(self.checkpoint_path)
-        dtype = getattr(torch, stored) if stored else self.compute_dtype
-        export_hf(self._model, self.checkpoint_path, target, dtype=dtype, features=self.features)
+        dtype = export_dtype(self._config, self.checkpoint_path)
+        computed = self.compute_dtype
+        export_hf(self._model, self.checkpoint_path, target, dtype=dtype, computed=computed, features=self.features)
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and parameters to the host until `onload`. Tensors that are not on the device stay.

@@ -1,24 +1,139 @@
 """Export a sharded model as a Hugging Face folder, written by rank 0."""
 
 import json
+import logging
 import shutil
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.fsdp.export_folder import MARKER, publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.fsdp.stream import stream_weights
+from fsdptrain.model.loading.files import stored_dtype, weight_files
 from fsdptrain.model.loading.formats import read_config
+
+log = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 _NOT_COPIED = {"config.json", "README.md", ".gitattributes", MARKER}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass
+class ExportDtypes:
+    """The dtypes of an exported model.
+
+    A tensor that its source stores in another dtype than most, such as a router's bias in float32, keeps that precision
+    at least.
+
+    Args:
+        source: the checkpoint that the model was loaded from.
+        dtype: of all other tensors.
+        computed: dtype in which engines and trainer computed.
+    """
+
+    source: Path
+    dtype: torch.dtype
+    computed: torch.dtype
+    _lost: list[int] = field(default_factory=lambda: [0, 0])  # elements that rounding sets back, and trained ones
+
+    @cached_property
+    def wider(self) -> dict[str, torch.dtype]:
+        """Dtypes of the tensors, by their names in the files, that keep more precision than `dtype` has."""
+        most = Counter[torch.dtype]()
+        stored: dict[str, torch.dtype] = {}
+        for name, entry in _entries(self.source):
+            if (dtype := _FLOATS.get(entry.get_dtype())) is not None:
+                stored[name] = dtype
+                most[dtype] += torch.Size(entry.get_shape()).numel()
+        own = {name: dtype for name, dtype in stored.items() if dtype != most.most_common(1)[0][0]}
+        wide = {name: torch.promote_types(dtype, self.dtype) for name, dtype in own.items()}
+        return {name: dtype for name, dtype in wide.items() if dtype != self.dtype}
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the model computed with more precision than is exported."""
+        return torch.promote_types(self.dtype, self.computed) != self.dtype
+
+    @property
+    def streamed(self) -> torch.dtype:
+        """Dtype to gather in."""
+        kept = self.computed if self.rounds else self.dtype
+        return reduce(torch.promote_types, self.wider.values(), kept)
+
+    def cast(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a stream in `streamed` in their own dtypes."""
+        counts = self.rounds and dist.get_rank() == 0
+        before = dict(_entries(self.source)) if counts else {}
+        for name, tensor in stream:
+            dtype = self.wider.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
+            if name in before and dtype != tensor.dtype:
+                old = before[name][:].to(tensor)
+                trained = tensor != old
+                self._lost[0] += int((trained & (tensor.to(dtype) == old.to(dtype))).sum())
+                self._lost[1] += int(trained.sum())
+            yield name, tensor.to(dtype) if self.streamed != self.dtype else tensor
+
+    def tell(self) -> None:
+        """Log the dtype and what rounding to it costs."""
+        name, computed = _name(self.dtype), _name(self.computed)
+        log.info("the model is exported in %s%s", name, f", {len(self.wider)} tensors in more" if self.wider else "")
+        if self.rounds:
+            lost, trained = self._lost
+            line = (
+                "--export-dtype %s rounds what was computed in %s: of %d trained elements %d get their old value back"
+            )
+            log.warning(
+                f"{line}, so evaluations of the run are not of the exported model", name, computed, trained, lost
+            )
+
+    def write_config(self, target: Path) -> None:
+        """Write the config of `source` with the new dtype, in nested configs too, and without quantization."""
+        config = read_config(self.source)
+        config.pop("quantization_config", None)
+        declared = getattr(torch, stored_dtype(self.source) or "", None)
+        for nested in config.values():
+            if isinstance(nested, dict) and (own := nested.get("dtype") or nested.get("torch_dtype")):
+                own = getattr(torch, str(own), self.dtype)
+                self._set(nested, self.dtype if own == declared else torch.promote_types(own, self.dtype))
+        self._set(config, self.dtype)
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def _set(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        config.pop("torch_dtype", None)  # older name of `dtype`
+        config["dtype"] = _name(dtype)
+
+
+def export_dtype(config: Config, source: Path) -> torch.dtype:
+    """Return the dtype of --export-dtype."""
+    name = config.run.export_dtype
+    stored = stored_dtype(source) if name == "source" else None if name == "auto" else name
+    return getattr(torch, stored or config.compute_dtype_name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _entries(source: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the slice of each tensor in the files of a checkpoint."""
+    for file in weight_files(source):
+        with safe_open(file, framework="pt") as opened:
+            yield from ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118  # no mapping
 
 
 def export_hf(
@@ -27,21 +142,28 @@ def export_hf(
     target: Path,
     *,
     dtype: torch.dtype,
+    computed: torch.dtype | None = None,
     features: Features = NO_FEATURES,
     max_file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write `model` as a folder like `source`, the checkpoint that it was loaded from. Collective.
+
+    dtype, computed: see `ExportDtypes`; without `computed`, the model computes in `dtype`.
 
     Tokenizer, generation config, custom code and all other non-weight files are copied. The complete folder is renamed
     to `target` and replaces an older export. Raises CheckpointError on every rank.
     """
     temporary = temporary_of(target)
     failure = f"the model cannot be exported to {target}"
-    stream = stream_weights(model, dtype=dtype, naming="hub", features=features)
-    write_stream(temporary, stream, failure=failure, max_bytes=max_file_bytes)
+    with raise_on_all_ranks(CheckpointError, failure):
+        dtypes = ExportDtypes(source, dtype, computed or dtype)
+        streamed = dtypes.streamed
+    stream = stream_weights(model, dtype=streamed, naming="hub", features=features)
+    write_stream(temporary, dtypes.cast(stream), failure=failure, max_bytes=max_file_bytes)
     with raise_on_all_ranks(CheckpointError, failure):
         if dist.get_rank() == 0:
-            write_config(source, temporary, dtype)
+            dtypes.tell()
+            dtypes.write_config(temporary)
             copy_rest(source, temporary)
             publish_folder(target)
 
@@ -53,15 +175,6 @@ def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> Non
             shutil.copytree(path, target / path.name)
         elif path.is_file() and not _is_weights(path) and path.name not in _NOT_COPIED | but:
             shutil.copyfile(path, target / path.name)  # Hub snapshots are symlinks: copy the content
-
-
-def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Write the config of `source` with the new dtype and without quantization."""
-    config = read_config(source)
-    config.pop("quantization_config", None)
-    config.pop("torch_dtype", None)  # older name of `dtype`
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _is_weights(path: Path) -> bool:

@@ -16,6 +16,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.feature import NO_FEATURES
+from fsdptrain.fsdp.export import ExportDtypes, export_dtype
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
@@ -36,7 +37,7 @@ from fsdptrain.megatron.storage import (
 )
 from fsdptrain.megatron.transformer_config import transformer_config
 from fsdptrain.megatron.weights import WeightMap, by_module
-from fsdptrain.model.loading.files import named_in_errors, stored_dtype
+from fsdptrain.model.loading.files import named_in_errors
 from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
 from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.model.probes.layout import LayoutProbe
@@ -154,10 +155,10 @@ class MegatronBackend:
         return stream if naming == "hub" else by_module(stream, self._stock)
 
     def export(self, target: Path) -> None:
-        """Write the policy as a Hugging Face folder, in the dtype of the source checkpoint."""
-        stored = stored_dtype(self.checkpoint_path)
-        dtype = getattr(torch, stored) if stored else self.compute_dtype
-        export_hf(self.weights, self._masters, self.checkpoint_path, target, dtype=dtype)
+        """Write the policy as a Hugging Face folder, in the dtype of --export-dtype."""
+        source = self.checkpoint_path
+        dtypes = ExportDtypes(source, export_dtype(self._config, source), self.compute_dtype)
+        export_hf(self.weights, self._masters, target, dtypes)
 
     def save(self, directory: Path, step: int) -> None:
         """Save to an existing folder: see `CheckpointFolder.write`."""

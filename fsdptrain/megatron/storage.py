@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_rng, read_state, write_state
-from fsdptrain.fsdp.export import copy_rest, write_config
+from fsdptrain.fsdp.export import ExportDtypes, copy_rest
 from fsdptrain.fsdp.export_folder import publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.optimizer import Optimizer
@@ -103,15 +103,19 @@ def write_masters(folder: Path, weights: WeightMap, masters: Masters, dtype: tor
     write_stream(folder, stream, failure=f"{folder} cannot be written")
 
 
-def export_hf(weights: WeightMap, masters: Masters, source: Path, target: Path, *, dtype: torch.dtype) -> None:
-    """Export to a folder like `source`, readable by `from_pretrained`. Collective.
+def export_hf(weights: WeightMap, masters: Masters, target: Path, dtypes: ExportDtypes) -> None:
+    """Export to a folder like the source of `dtypes`, readable by `from_pretrained`. Collective.
 
     The folder is renamed to `target` once it is complete.
     """
-    temporary = temporary_of(target)
-    write_masters(temporary, weights, masters, dtype)
-    with raise_on_all_ranks(CheckpointError, f"the model cannot be exported to {target}"):
+    temporary, failure = temporary_of(target), f"the model cannot be exported to {target}"
+    with raise_on_all_ranks(CheckpointError, failure):
+        streamed = dtypes.streamed
+    stream = weights.stream(dtype=streamed, of=masters.whole_master)
+    write_stream(temporary, dtypes.cast(stream), failure=failure)
+    with raise_on_all_ranks(CheckpointError, failure):
         if dist.get_rank() == 0:
-            write_config(source, temporary, dtype)
-            copy_rest(source, temporary)
+            dtypes.tell()
+            dtypes.write_config(temporary)
+            copy_rest(dtypes.source, temporary)
             publish_folder(target)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.errors import CheckpointError
@@ -32,11 +32,38 @@ def write_zoo(name: str, folder: Path) -> Path:
     return folder
 
 
-def export_many(sources: list[str], targets: list[str]):
+def in_bfloat16(folder: Path) -> None:
+    """Store all tensors in bfloat16 but norms, biases and decays, as released files do."""
+    for file in folder.glob("*.safetensors"):
+        tensors = {name: x if x.ndim == 1 else x.bfloat16() for name, x in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "nested": {"dtype": "bfloat16"}}))
+
+
+def export_many(sources: list[str], targets: list[str], dtype: torch.dtype = torch.float32):
     for source, target in zip(sources, targets, strict=True):
         model = load_sharded(source)
         model(torch.arange(5, 25)[None], use_cache=False)  # groups that stay gathered must not be exported stale
-        export_hf(model, Path(source), Path(target), dtype=torch.float32, max_file_bytes=100_000)
+        export_hf(model, Path(source), Path(target), dtype=dtype, max_file_bytes=100_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tensor_keeps_the_precision_in_which_its_source_stores_it(tmp_path, dtype):
+    names = [*ARCHITECTURES, "qwen3_next"]
+    sources = [write_zoo(name, tmp_path / f"in-{name}") for name in names]
+    targets = [tmp_path / f"out-{name}" for name in names]
+    for source in sources:
+        in_bfloat16(source)
+    spawn(2, export_many, [str(p) for p in sources], [str(p) for p in targets], dtype)
+    for source, target in zip(sources, targets, strict=True):
+        stored, exported = load_files(source), load_files(target)
+        assert {x.dtype for x in stored.values()} == {torch.bfloat16, torch.float32}
+        for name, tensor in stored.items():
+            assert exported[name].dtype == torch.promote_types(tensor.dtype, dtype), name
+            assert torch.equal(exported[name].to(tensor.dtype), tensor), name
+        config = json.loads((target / "config.json").read_text())
+        assert config["dtype"] == config["nested"]["dtype"] == str(dtype).removeprefix("torch.")
 
 
 def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
