@@ -99,7 +99,7 @@ def need(path: Path, header: Header) -> Need:
     ranks = num_ranks(config, header)
     check_world_size(config, ranks)
     machine = Machine(ranks, int(USABLE[size] * GIB))
-    model, _ = meta_model(config, with_adapters=config.section(LoraConfig).enabled)
+    model, _ = meta_model(config, with_adapters=config.section(LoraConfig).rank > 0)
     if config.model.backend == "megatron":
         return _megatron(config, model, ranks)
     assert config.rollout.engine != "vllm" or config.section(VllmConfig).kv_cache_gib is not None, (

@@ -79,7 +79,7 @@ def plan(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     options = EXPORT | {
-        flat: option for flat, option in config_options().items() if all_keys()[flat].is_marked(ExportChoice)
+        flat: option for flat, option in config_options().items() if all_keys()[flat].marks(ExportChoice)
     }
     if asks_for_help(argv):
         return _print_options("fsdptrain export [RUN | CHECKPOINT]", EXPORT_USAGE, options)

@@ -181,7 +181,7 @@ class Feature:
     def loss_function(self, stock: "Loss") -> "Loss":
         """What computes the loss of one pack, on the device. stock: the loss of the run, or of the features before.
 
-        If it adds a gradient to samples with advantage 0, `Section.trains_zero_advantage` must say so.
+        If it adds a gradient to samples with advantage 0, its section must state `Fact.ZERO_ADVANTAGE`.
         """
         return stock
 

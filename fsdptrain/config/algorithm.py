@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, is_own
-from fsdptrain.config.rules import RL_ONLY, IdleWith, Problem, Requires
+from fsdptrain.config.rules import RL_ONLY, Fact, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 from fsdptrain.registry import suggest
 
@@ -20,6 +20,7 @@ class AlgorithmConfig(Section):
     """Computation of the loss from rewards."""
 
     NAME = "algorithm"
+    FACTS = ((Fact.ZERO_ADVANTAGE, "kl_loss_coef"), (Fact.ZERO_ADVANTAGE, "entropy_coef"))
 
     algorithm: Literal[
         "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "prime_rl", "reinforce", "rloo", "reinforce++_baseline",
@@ -109,11 +110,6 @@ class AlgorithmConfig(Section):
             high if self.mismatch_high is None else self.mismatch_high,
         )
 
-    @property
-    def trains_zero_advantage(self) -> str:
-        coefs = {"kl-loss": self.kl_loss_coef, "entropy": self.entropy_coef}
-        return next((f"--{name}-coef {coef:g}" for name, coef in coefs.items() if coef), "")
-
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.algorithm == "sft":
             if not is_own(self.loss):
@@ -132,7 +128,7 @@ class AlgorithmConfig(Section):
     def _advantage_problems(self, config: "Config") -> Iterator[Problem]:
         own, scale = is_own(self.advantage_estimator), config.advantage_scale
         compares = self.advantage_estimator != "none" and not (own and scale != "group")
-        teaches = any(section.gives_advantages for section in config.sections) or is_own(self.loss)
+        teaches = config.has(Fact.TEACHES) or is_own(self.loss)
         if self.advantage_estimator == "none" and not teaches:
             yield (
                 f"--algorithm {self.algorithm} with --advantage-estimator none learns from a teacher alone: name one "

@@ -68,7 +68,7 @@ def problem_of(config: Config, key: Key, rule: Rule) -> Problem | None:
     """Return the line for an option that was set and breaks `rule`."""
     reason = _broken(config, key, rule)
     if reason and isinstance(rule, Excludes):
-        return f"{_shown(key, config)} does not work {reason}"
+        return f"{key.shown(config)} does not work {reason}"
     return NoEffectError(f"{key.flag} has no effect {reason}", key.flat) if reason else None
 
 
@@ -88,7 +88,7 @@ def _broken(config: Config, key: Key, rule: Rule) -> str:
         return _what_is_missing(config, key, rule)
     other = all_keys()[held[0].key]
     fix = rule.fix or ("leave one of them out" if isinstance(rule, Excludes) else "remove it")
-    return f"with {_shown(other, config)}: {fix}"
+    return f"with {other.shown(config)}: {fix}"
 
 
 def _what_is_missing(config: Config, key: Key, rule: Requires) -> str:
@@ -96,7 +96,7 @@ def _what_is_missing(config: Config, key: Key, rule: Requires) -> str:
     other = all_keys().get(rule.conditions[0].key)  # None: its feature is not installed
     if len(names) == 1 and other is not None and config.is_set(other.flat):
         only = f", only with {names[0]}" if rule.conditions[0].relation else ""
-        return f"with {_shown(other, config)}{only}: {rule.fix or 'remove it'}"
+        return f"with {other.shown(config)}{only}: {rule.fix or 'remove it'}"
     return f"without {' or '.join(names)}: {rule.fix or f'add it, or leave {key.flag} out'}"
 
 
@@ -105,10 +105,3 @@ def _described(condition: Condition) -> str:
     if condition.relation == ">":
         return f"{flag} above {condition.values[0]}"
     return f"{flag} {' or '.join(condition.values)}".strip()
-
-
-def _shown(key: Key, config: Config) -> str:
-    value = key.value(config)
-    if isinstance(value, bool):
-        return key.flag if value else f"--no-{key.flag.removeprefix('--')}"
-    return f"{key.flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -14,7 +14,7 @@ from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, Shaping
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
-from fsdptrain.config.rules import Column, ExportChoice, OnResume, Rule
+from fsdptrain.config.rules import OnResume, Rule
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import Section
 from fsdptrain.config.sft import SftConfig
@@ -23,6 +23,8 @@ from fsdptrain.registry import load_plugins, suggest
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
+
+M = TypeVar("M")
 
 CORE_SECTIONS: tuple[type[Section], ...] = (
     ModelConfig, DataConfig, RewardConfig, EnvironmentConfig, AlgorithmConfig, ShapingConfig, SelectionConfig,
@@ -68,14 +70,21 @@ class Key:
 
     @property
     def rules(self) -> list[Rule]:
-        return [*(rule for rule in self.field.metadata if isinstance(rule, Rule)), *self.cls.RULES]
+        return [*self.marks(Rule), *self.cls.RULES]
 
     @property
     def on_resume(self) -> OnResume:
-        return next((mark for mark in self.field.metadata if isinstance(mark, OnResume)), self.cls.ON_RESUME)
+        return next(iter(self.marks(OnResume)), self.cls.ON_RESUME)
 
-    def is_marked(self, kind: type[Column | ExportChoice]) -> bool:
-        return any(isinstance(mark, kind) for mark in self.field.metadata)
+    def marks(self, kind: type[M]) -> list[M]:
+        return [mark for mark in self.field.metadata if isinstance(mark, kind)]
+
+    def shown(self, config: "Config") -> str:
+        """Return the flag with its value, as on the command line."""
+        value = self.value(config)
+        if isinstance(value, bool):
+            return self.flag if value else f"--no-{self.flag.removeprefix('--')}"
+        return f"{self.flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 @cache

@@ -1,7 +1,7 @@
 """Sections of the model, its sharding, the optimizer and the reference."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -127,9 +127,6 @@ class OptimConfig(Section):
     """Maximum global gradient norm. 0: no clipping."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
     """Keep only the optimizer state in host memory, and run steps there."""
-
-    def for_export(self) -> Self:
-        return type(self)(optimizer="sgd")  # has no state
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not is_own(self.optimizer) and self.optimizer not in OPTIMIZERS:

@@ -124,7 +124,7 @@ class SyncConfig(Section):
         NEUTRAL,
         RL_ONLY,
         IdleWith("fsdp_cpu_offload"),
-        IdleWith("@engine_has_own_devices", reason=_OWN_DEVICES),
+        IdleWith("rollout_engine=vllm-server", reason=_OWN_DEVICES),
         FSDP_ONLY,
     ] = False
     """Move the trainer's weights and optimizer state to host memory during generation, so that the engine can use the

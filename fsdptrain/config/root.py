@@ -15,9 +15,9 @@ from fsdptrain.config.keys import all_keys, all_sections, build_sections, flatte
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
-from fsdptrain.config.rules import Column, Condition, NoEffectError
+from fsdptrain.config.rules import Column, Condition, Fact, NoEffectError, RankGroup
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
-from fsdptrain.config.section import STRICT, RankGroup, Section
+from fsdptrain.config.section import STRICT, Section
 from fsdptrain.config.sft import SftConfig
 
 if TYPE_CHECKING:
@@ -97,20 +97,9 @@ class Config(BaseModel):
         for flat, value in values.items():
             key = all_keys()[flat]
             changes.setdefault(key.section, {})[key.name] = value
-        return self._with_sections(self.named(name).model_copy(update=fields) for name, fields in changes.items())
-
-    def undivided(self) -> "Config":
-        """Return a copy for a model that is not divided over ranks."""
-        return self._with_sections(section.undivided() for section in self.sections)
-
-    def for_export(self) -> "Config":
-        """Return a copy for `fsdptrain export`, which does not train: no optimizer state, no code of one."""
-        return self._with_sections(section.for_export() for section in self.sections)
-
-    def _with_sections(self, sections: Iterable[Section]) -> "Config":
-        found = {section.NAME: section for section in sections}
-        core = {name: section for name, section in found.items() if name not in self.optional}
-        optional = {name: found.get(name, section) for name, section in self.optional.items()}
+        sections = {name: self.named(name).model_copy(update=fields) for name, fields in changes.items()}
+        core = {name: section for name, section in sections.items() if name not in self.optional}
+        optional = {name: sections.get(name, section) for name, section in self.optional.items()}
         return self.model_copy(update={**core, "optional": optional})
 
     # For the checks
@@ -147,27 +136,33 @@ class Config(BaseModel):
             if self.is_set(flat):
                 yield NoEffectError(f"{all_keys()[flat].flag} has no effect {reason}", flat)
 
-    def holds(self, condition: Condition) -> bool:
+    def holds(self, condition: Condition | str) -> bool:
+        condition = Condition.parse(condition) if isinstance(condition, str) else condition
         key = condition.key
         return condition.holds_for(getattr(self, key[1:]) if key.startswith("@") else self.value(key))
+
+    def has(self, fact: Fact) -> bool:
+        return any(map(self.holds, self._conditions_of(fact)))
+
+    def _conditions_of(self, fact: Fact) -> list[str]:
+        return [condition for section in self.sections for stated, condition in section.FACTS if stated is fact]
 
     @property
     def columns(self) -> list[str]:
         """Flat keys of the options that name columns of the data."""
-        return [flat for flat, key in all_keys().items() if key.is_marked(Column)]
+        return [flat for flat, key in all_keys().items() if key.marks(Column)]
 
     # What the options of all sections add up to
 
     @property
     def rank_groups(self) -> list[RankGroup]:
         """Groups of ranks that share work, fastest-varying first."""
-        groups, stride = [], 1
-        for group in (group for section in self.sections for group in section.rank_groups):
-            if group.shares_packs:
-                groups.append(replace(group, stride=stride))
-                stride *= group.size
-            else:
-                groups.append(replace(group, stride=group.stride or 1))
+        groups, copies = list[RankGroup](), 1
+        for flat, key in all_keys().items():
+            for mark in key.marks(RankGroup):
+                stride = copies if mark.shares_packs or mark.crosses_packs else 1
+                groups.append(replace(mark, key=flat, size=key.value(self), stride=stride))
+                copies *= groups[-1].size if mark.shares_packs else 1
         return groups
 
     def ranks_along(self, kind: str) -> int:
@@ -197,25 +192,15 @@ class Config(BaseModel):
         return " x ".join([f"--max-tokens-per-gpu {self.batch.max_tokens_per_gpu}", *factors])
 
     @property
-    def needs_own_attention(self) -> bool:
-        """Whether the options require attention features that flash-attn kernels do not support."""
-        return any(section.needs_own_attention for section in self.sections)
-
-    @property
     def stored_dtype_name(self) -> str:
         """Dtype of parameters between steps, if it holds the values of the compute dtype."""
-        return self.compute_dtype_name if any(section.freezes_weights for section in self.sections) else "float32"
+        return self.compute_dtype_name if self.has(Fact.FROZEN_WEIGHTS) else "float32"
 
     @property
     def stores_reference(self) -> bool:
         """Whether there is a reference model with weights of its own."""
-        provided = any(section.freezes_weights for section in self.sections) and self.ref.load is None
+        provided = self.has(Fact.FROZEN_WEIGHTS) and self.ref.load is None
         return self.needs_reference and not provided
-
-    @property
-    def engine_has_own_devices(self) -> bool:
-        """Whether the engine runs outside of the trainer's processes and devices."""
-        return any(section.engine_has_own_devices for section in self.sections)
 
     @property
     def trains_zero_advantage(self) -> str:
@@ -223,7 +208,8 @@ class Config(BaseModel):
         loss = LOSS_OPTIONS.get(self.algorithm.loss)  # custom losses are unknown
         if loss is None or not loss.idle_at_zero_advantage:
             return f"--loss {self.algorithm.loss}"
-        return next(filter(None, (section.trains_zero_advantage for section in self.sections)), "")
+        keys = self._conditions_of(Fact.ZERO_ADVANTAGE)
+        return next((all_keys()[flat].shown(self) for flat in keys if self.holds(flat)), "")
 
     # Derived values
 

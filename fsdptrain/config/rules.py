@@ -80,8 +80,43 @@ class ExportChoice:
     """Marks an option that `fsdptrain export` accepts too."""
 
 
-class RunsCode(ExportChoice):
-    """Marks an option that makes loading a model run foreign code: `fsdptrain export` never reads it from a folder."""
+class NotExported:
+    """Marks an option that `fsdptrain export` does not take from the run: only training needs it."""
+
+
+class RunsCode(ExportChoice, NotExported):
+    """Marks an option that makes loading a model run foreign code, which the run's folder must not decide."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Marks an option as the size of groups of ranks that share work. `Config.rank_groups` fills in the last fields."""
+
+    kind: str  # axis of the mesh: tensor, context, experts, ...
+    shares_packs: bool = True  # its ranks get the same packs
+    shares_tokens: bool = False  # each holds a part of the tokens, so packs may be `size` times longer
+    crosses_packs: bool = False  # each of its ranks gets other packs
+    key: str = ""  # flat key of the option
+    size: int = 1
+    stride: int = 1  # distance of its ranks
+
+    def lies_within(self, other: "RankGroup") -> bool:
+        """Whether each member of `other` is a whole group of this kind."""
+        return self.shares_packs and self.stride * self.size <= other.stride
+
+
+class Fact(Enum):
+    """What options change elsewhere. `Section.FACTS` states under which conditions; `Config.has` tells."""
+
+    OWN_ATTENTION = "packs need attention that flash-attn kernels do not support"
+    FROZEN_WEIGHTS = "the checkpoint's weights are frozen: they are the reference, stored in the compute dtype"
+    RUNS_TOWER = "every forward pass goes through the parts outside of the language model too"
+    TRAINS_TOWER = "these parts are trained too"
+    EMBEDDED_ENGINE = "--rollout-engine auto means the embedded engine: vLLM cannot serve the option"
+    RECORDS_ROUTES = "training rollouts record the experts that each token was routed to"
+    POLICY_SCORES = "the policy scores every pack before the first update: training reads what it records"
+    ZERO_ADVANTAGE = "samples with advantage 0 get a gradient, or must be in the packs"
+    TEACHES = "tokens get an advantage, or the loss a term, without rewards"
 
 
 class OnResume(Enum):
@@ -92,7 +127,7 @@ class OnResume(Enum):
     NEUTRAL = "the same training"
 
 
-COLUMN, EXPORT_CHOICE, RUNS_CODE = Column(), ExportChoice(), RunsCode()
+COLUMN, EXPORT_CHOICE, NOT_EXPORTED, RUNS_CODE = Column(), ExportChoice(), NotExported(), RunsCode()
 REFUSED, TUNING, NEUTRAL = OnResume.REFUSED, OnResume.TUNING, OnResume.NEUTRAL
 FSDP_ONLY = Excludes("backend=megatron")
 RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, e.g. grpo")

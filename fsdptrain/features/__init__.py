@@ -5,7 +5,6 @@ ranks split the wrapped modules, then layers are compiled and recomputed and the
 """
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,10 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """A feature, its class and the condition that enables it."""
+    """A feature: its class, and conditions one of which enables it (see `config.rules`)."""
 
     target: str  # folder:class
-    enabled: Callable[[Config], bool]
+    conditions: tuple[str, ...]
+
+    def enabled(self, config: Config) -> bool:
+        return any(map(config.holds, self.conditions))
 
     def create(self, config: Config, checkpoint: Path) -> "Feature":
         folder, _, name = self.target.partition(":")
@@ -56,19 +58,16 @@ SECTIONS: tuple[type[Section], ...] = (
     Fp8Config,
 )
 FEATURES = (
-    Entry("quantized_base:QuantizedBaseFeature", lambda config: config.section(QuantizedBaseConfig).load_in_4bit),
-    Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),
-    Entry("liger:LigerFeature", lambda config: config.section(LigerConfig).liger),
-    Entry("context_parallel:ContextParallelFeature", lambda config: config.section(ContextParallelConfig).enabled),
-    Entry("model_parallel:ModelParallelFeature", lambda config: config.section(ModelParallelConfig).enabled),
-    Entry("compile:CompileFeature", lambda config: config.section(CompileConfig).compile),
-    Entry(
-        "activation_memory:CheckpointingFeature",
-        lambda config: config.section(ActivationMemoryConfig).gradient_checkpointing,
-    ),
-    Entry("moe:MoEFeature", lambda config: config.section(RouterConfig).enabled),
-    Entry("vision:VisionFeature", lambda config: config.section(VisionConfig).enabled),
-    Entry("prefix_sharing:PrefixSharingFeature", lambda config: config.section(PrefixSharingConfig).prefix_sharing),
-    Entry("distillation:DistillationFeature", lambda config: config.section(DistillationConfig).enabled),
-    Entry("fp8:Fp8Feature", lambda config: config.section(Fp8Config).fp8),  # after the probes of the others
+    Entry("quantized_base:QuantizedBaseFeature", ("load_in_4bit",)),
+    Entry("lora:LoraFeature", ("lora_rank",)),
+    Entry("liger:LigerFeature", ("liger",)),
+    Entry("context_parallel:ContextParallelFeature", ("context_parallel_size>1",)),
+    Entry("model_parallel:ModelParallelFeature", ("tensor_parallel_size>1", "expert_parallel_size>1")),
+    Entry("compile:CompileFeature", ("compile",)),
+    Entry("activation_memory:CheckpointingFeature", ("gradient_checkpointing",)),
+    Entry("moe:MoEFeature", ("router_replay",)),
+    Entry("vision:VisionFeature", ("image_key",)),
+    Entry("prefix_sharing:PrefixSharingFeature", ("prefix_sharing",)),
+    Entry("distillation:DistillationFeature", ("opd_teacher",)),
+    Entry("fp8:Fp8Feature", ("fp8",)),  # after the probes of the others
 )

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.rules import Fact
 from fsdptrain.feature import Features
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.wrap import shard_model
@@ -37,11 +38,11 @@ def load_model(
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     stored = torch.promote_types(stored_dtype or getattr(torch, config.stored_dtype_name), compute_dtype)
     attention = resolve_attention(
-        config.model.attn_implementation, platform.device_type(), needs_package_attention=config.needs_own_attention
+        config.model.attn_implementation, platform.device_type(), needs_package_attention=config.has(Fact.OWN_ATTENTION)
     )
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
     check_longest(model.config, config.longest_sequence)
-    if not any(section.trains_tower for section in config.sections):
+    if not config.has(Fact.TRAINS_TOWER):
         freeze_vision(model)
     for feature in features:
         feature.add_parameters(model)
@@ -58,7 +59,7 @@ def load_model(
         compute_dtype=compute_dtype,
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
-        runs_tower=any(section.runs_tower for section in config.sections),
+        runs_tower=config.has(Fact.RUNS_TOWER),
         expert_shards=meshes.expert_shards,
     )
     with features.without():

@@ -259,7 +259,7 @@ def _generation(model: PreTrainedModel, config: Config, shapes: Shapes, state: P
 
     With --offload-train it is the larger of two: both copies of the weights, or the engine's weights and the cache.
     """
-    if not config.generates or config.engine_has_own_devices:
+    if not config.generates or config.rollout.engine == "vllm-server":
         return {}
     held = {name: size for name, size in state.items() if name != "gradients"}
     if config.rollout.engine == "vllm":

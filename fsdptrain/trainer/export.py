@@ -10,7 +10,7 @@ from fsdptrain import platform
 from fsdptrain.checkpoints import CONFIG_FILE
 from fsdptrain.config import Config, check_world_size, load_recipe
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.rules import RunsCode
+from fsdptrain.config.rules import NotExported
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export_folder import check_target
@@ -31,8 +31,9 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     if not recipe.is_file():
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
     no_reference = {"kl_loss_coef": 0.0}
-    no_code = {key.flat: key.default for key in all_keys().values() if key.is_marked(RunsCode)}
-    config = load_recipe(recipe, **{**no_reference, **no_code, "fsdp_replicate_size": 1, **choices}).for_export()
+    not_exported = {key.flat: key.default for key in all_keys().values() if key.marks(NotExported)}
+    config = load_recipe(recipe, **{**no_reference, **not_exported, "fsdp_replicate_size": 1, **choices})
+    config = config.with_values(optimizer="sgd", offload_optimizer=False)  # has no state
     with platform.process_group(config.launch.dist_timeout):
         with raise_on_all_ranks(CheckpointError, f"--output {output}"):
             if dist.get_rank() == 0:
@@ -52,5 +53,5 @@ def _split_to_fit(config: Config, world_size: int) -> Config:
         check_world_size(config, world_size)
     except ConfigError as error:
         log.info("the model is loaded undivided, unlike in the run: %s", error)
-        return config.undivided()
+        return config.with_values(**{group.key: 1 for group in config.rank_groups})
     return config

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.presets import is_own
+from fsdptrain.config.rules import Fact
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.protocols import TrainBackend
 from fsdptrain.trainer.batches import StepBatches
@@ -44,7 +45,7 @@ class LogprobPasses:
 
         Not if something else reads them: later epochs, a feature, or a loss of the user.
         """
-        reads = any(section.needs_policy_scores for section in self.config.sections)
+        reads = self.config.has(Fact.POLICY_SCORES)
         return not reads and not is_own(self.config.algorithm.loss) and self.config.batch.epochs_per_rollout == 1
 
 

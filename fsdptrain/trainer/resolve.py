@@ -13,7 +13,7 @@ from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import check
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import preset_values
-from fsdptrain.config.rules import NoEffectError
+from fsdptrain.config.rules import Fact, NoEffectError
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.protocols import PromptProcessor
@@ -56,8 +56,7 @@ def resolve(config: Config, tokenizer: PreTrainedTokenizerBase, environment: "Lo
     config = config.with_values(**_thinking_mode(config, tokenizer))
     if not config.generates or config.rollout.engine != "auto":
         return config
-    is_embedded = any(section.needs_embedded_engine for section in config.sections)
-    name = "hf" if is_embedded else choose_engine("auto", device_type=platform.device_type())
+    name = "hf" if config.has(Fact.EMBEDDED_ENGINE) else choose_engine("auto", device_type=platform.device_type())
     return _without_idle(config.with_values(rollout_engine=name))
 
 

@@ -40,10 +40,6 @@ class VllmConfig(Section):
     server_python: Annotated[str | None, _SERVERS, _STARTED] = None
     """vllm-server: Python interpreter with vLLM, to start servers with. Default: the trainer's interpreter."""
 
-    @property
-    def engine_has_own_devices(self) -> bool:
-        return bool(self.urls) or self.num_servers is not None
-
     def problems(self, config: "Config") -> Iterator[Problem]:
         if config.rollout.engine == SERVER_ENGINE and bool(self.urls) == (self.num_servers is not None):
             yield (

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, RL_ONLY, TUNING, Excludes, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, RL_ONLY, TUNING, Excludes, Fact, Problem, Requires
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class DistillationConfig(Section):
     NAME = "distillation"
     PREFIX = "opd_"
     RULES = (RL_ONLY, Requires("opd_teacher", fix="name a teacher, or remove it"), FSDP_ONLY)
+    FACTS = ((Fact.TEACHES, "opd_teacher"), (Fact.ZERO_ADVANTAGE, "opd_teacher"))
 
     teacher: Annotated[
         str | None,
@@ -45,25 +46,13 @@ class DistillationConfig(Section):
     """jsd: number of tokens to compare. A server allows 20 unless it has another --max-logprobs."""
 
     @property
-    def enabled(self) -> bool:
-        return self.teacher is not None
-
-    @property
     def is_server(self) -> bool:
         return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
 
-    @property
-    def gives_advantages(self) -> bool:
-        return self.enabled
-
-    @property
-    def trains_zero_advantage(self) -> str:
-        return "--opd-teacher" if self.enabled else ""
-
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if not self.enabled:
+        if self.teacher is None:
             return
-        if self.is_server and "@" in urlsplit(self.teacher or "").netloc:
+        if self.is_server and "@" in urlsplit(self.teacher).netloc:
             yield "--opd-teacher names a user in its URL: leave it out, and give a key by the variable TEACHER_API_KEY"
         if self.is_server and config.rollout.temperature != 1.0:
             yield (

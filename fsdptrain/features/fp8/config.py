@@ -1,8 +1,8 @@
 """Option of computation in 8-bit floats."""
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from fsdptrain.config.rules import FSDP_ONLY, TUNING, Excludes
+from fsdptrain.config.rules import FSDP_ONLY, NOT_EXPORTED, TUNING, Excludes
 from fsdptrain.config.section import Section
 
 _NOT_TESTED = Excludes("lora_rank", "liger", "fp16", "tensor_parallel_size>1", "expert_parallel_size>1")
@@ -14,8 +14,5 @@ class Fp8Config(Section):
     NAME = "fp8"
     ON_RESUME = TUNING
 
-    fp8: Annotated[bool, _NOT_TESTED, FSDP_ONLY] = False
+    fp8: Annotated[bool, NOT_EXPORTED, _NOT_TESTED, FSDP_ONLY] = False
     """Compute linear layers in 8-bit floats in the forward and backward pass, by torchao."""
-
-    def for_export(self) -> Self:
-        return type(self)()  # the weights are stock, and the machine may have no such products

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, NEUTRAL, Problem, Requires
+from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, NEUTRAL, Fact, Problem, Requires
 from fsdptrain.config.section import Names, Section
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ class LoraConfig(Section):
     NAME = "lora"
     PREFIX = "lora_"
     RULES = (Requires("lora_rank", fix="set it, e.g. 32"), FSDP_ONLY)
+    FACTS = ((Fact.FROZEN_WEIGHTS, "lora_rank"),)
 
     rank: int = Field(default=0, ge=0)
     """Rank of the adapter, e.g. 32. 0: no adapter, train all weights."""
@@ -30,16 +31,8 @@ class LoraConfig(Section):
     """Format of the exported model. `adapter`: a peft directory. `merged`: a full model. `both`: a full model and the
     adapter in its subdirectory `adapter`."""
 
-    @property
-    def enabled(self) -> bool:
-        return self.rank > 0
-
-    @property
-    def freezes_weights(self) -> bool:
-        return self.enabled
-
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if not self.enabled:
+        if not self.rank:
             return
         for name in sorted({name for name in self.targets if self.targets.count(name) > 1}):
             yield f"--lora-targets names {name} twice: name it once"

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fsdptrain.config.rules import NEUTRAL, Excludes
-from fsdptrain.config.section import RankGroup, Section
+from fsdptrain.config.rules import NEUTRAL, Excludes, RankGroup
+from fsdptrain.config.section import Section
 
 _NOT_TESTED = Excludes(
     "lora_rank", "image_key", "compile", "offload_activations", "fp16", "fsdp_cpu_offload", "async_save",
@@ -22,6 +22,7 @@ class ModelParallelConfig(Section):
 
     tensor_parallel_size: Annotated[
         int,
+        RankGroup("tensor"),
         _NOT_TESTED,
         _NOT_TESTED_WITH_TENSOR,
         Excludes("@is_truncated", reason=_TRUNCATED),
@@ -29,17 +30,9 @@ class ModelParallelConfig(Section):
     ] = Field(default=1, ge=1)
     """Processes that share the work of every layer, by the transformers plan of the model: neighbors, within a node."""
     expert_parallel_size: Annotated[
-        int, _NOT_TESTED, Excludes("backend=megatron", fix="use --megatron-expert-parallel")
+        int,
+        RankGroup("experts", shares_packs=False),
+        _NOT_TESTED,
+        Excludes("backend=megatron", fix="use --megatron-expert-parallel"),
     ] = Field(default=1, ge=1)
     """Processes over which experts are distributed; tokens are sent to them."""
-
-    @property
-    def enabled(self) -> bool:
-        return self.tensor_parallel_size > 1 or self.expert_parallel_size > 1
-
-    @property
-    def rank_groups(self) -> tuple[RankGroup, ...]:
-        return (
-            RankGroup("tensor", "tensor_parallel_size", self.tensor_parallel_size),
-            RankGroup("experts", "expert_parallel_size", self.expert_parallel_size, shares_packs=False),
-        )

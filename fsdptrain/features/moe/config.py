@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fsdptrain.config.rules import FSDP_ONLY, IdleWith, Problem
+from fsdptrain.config.rules import FSDP_ONLY, Fact, IdleWith, Problem
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -16,22 +16,11 @@ class RouterConfig(Section):
     NAME = "router"
     PREFIX = "router_"
     RULES = (FSDP_ONLY,)
+    FACTS = ((Fact.RECORDS_ROUTES, "router_replay=rollout"), (Fact.POLICY_SCORES, "router_replay=scoring"))
 
     replay: Annotated[Literal["off", "scoring", "rollout"], IdleWith("algorithm=sft")] = "off"
     """Replay recorded expert choices in training. `scoring`: from the computation of old logprobs (R2). `rollout`: from
     the engine (R3), for old logprobs too."""
-
-    @property
-    def enabled(self) -> bool:
-        return self.replay != "off"
-
-    @property
-    def records_routes(self) -> bool:
-        return self.replay == "rollout"
-
-    @property
-    def needs_policy_scores(self) -> bool:
-        return self.replay == "scoring"
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.replay == "scoring" and not config.scores_policy:

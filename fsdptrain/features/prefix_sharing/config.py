@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, IdleWith
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, Fact, IdleWith
 from fsdptrain.config.section import Section
 
 _NOT_EXACT = IdleWith(
@@ -17,11 +17,8 @@ class PrefixSharingConfig(Section):
 
     NAME = "prefix_sharing"
     ON_RESUME = NEUTRAL
+    FACTS = ((Fact.OWN_ATTENTION, "prefix_sharing"),)
 
     prefix_sharing: Annotated[bool, _NOT_EXACT, FSDP_ONLY] = False
     """Compute the prompt of a group once per pack. A probe of the model at start must prove it exact. Not run on a GPU
     yet."""
-
-    @property
-    def needs_own_attention(self) -> bool:
-        return self.prefix_sharing

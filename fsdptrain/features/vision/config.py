@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fsdptrain.config.rules import COLUMN, FSDP_ONLY, Excludes, IdleWith, Requires
+from fsdptrain.config.rules import COLUMN, FSDP_ONLY, Excludes, Fact, IdleWith, Requires
 from fsdptrain.config.section import Section
 
 _TARGETS = "name layers of the tower by --lora-targets, e.g. all-linear visual.merger.linear_fc1"
@@ -13,6 +13,11 @@ class VisionConfig(Section):
 
     NAME = "vision"
     RULES = (FSDP_ONLY,)
+    FACTS = (
+        (Fact.RUNS_TOWER, "image_key"),
+        (Fact.TRAINS_TOWER, "train_vision"),
+        (Fact.EMBEDDED_ENGINE, "image_key"),
+    )
 
     image_key: Annotated[
         str | None,
@@ -25,19 +30,3 @@ class VisionConfig(Section):
     in the prompt marks each position; without marks, images come first. See docs/vision.md."""
     train_vision: Annotated[bool, Requires("image_key"), IdleWith("lora_rank", fix=_TARGETS)] = False
     """Also train the vision tower and its projector, which are frozen otherwise. Needs --image-key."""
-
-    @property
-    def enabled(self) -> bool:
-        return self.image_key is not None
-
-    @property
-    def runs_tower(self) -> bool:
-        return self.enabled
-
-    @property
-    def trains_tower(self) -> bool:
-        return self.train_vision
-
-    @property
-    def needs_embedded_engine(self) -> bool:
-        return self.enabled

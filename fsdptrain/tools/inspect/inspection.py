@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.rules import Fact
 from fsdptrain.errors import NumericsError
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
@@ -21,7 +22,6 @@ from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.liger.feature import obstacle
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
-from fsdptrain.features.model_parallel.config import ModelParallelConfig
 from fsdptrain.features.model_parallel.plan import split_plan_of
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.estimate import Shapes
@@ -112,16 +112,16 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
     Raises ConfigError for invalid --lora-targets.
     """
     path = resolve_config(config.model.hf_checkpoint)
-    own = config.needs_own_attention
+    own = config.has(Fact.OWN_ATTENTION)
     attention = resolve_attention(config.model.attn_implementation, platform.device_type(), needs_package_attention=own)
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
     context, lora = config.section(ContextParallelConfig), config.section(LoraConfig)
-    if context.enabled:
+    if context.context_parallel_size > 1:
         check_context_parallel(model, context, tensor_size=config.ranks_along("tensor"))
     if not config.section(VisionConfig).train_vision:
         freeze_vision(model)
-    if with_adapters and lora.enabled:
+    if with_adapters and lora.rank:
         require_peft()
         add_adapters(model, lora)
     return model, path
@@ -129,7 +129,7 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
 
 def check_sizes(config: Config) -> None:
     """Raise ConfigError if the model does not allow the parallel sizes."""
-    if config.section(ModelParallelConfig).enabled or config.section(ContextParallelConfig).enabled:
+    if any(group.size > 1 for group in config.rank_groups):
         model, _ = meta_model(config)
         split_plan_of(model, config)
 

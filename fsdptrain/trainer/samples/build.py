@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain import registry
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
 from fsdptrain.config import Config
+from fsdptrain.config.rules import Fact
 from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
@@ -116,7 +117,7 @@ def build_source(
     values: dict[str, Any] = {
         "stream": stream,
         "sampler": sampler,
-        "sampling": sampling_params(config, with_routes=any(section.records_routes for section in config.sections)),
+        "sampling": sampling_params(config, with_routes=config.has(Fact.RECORDS_ROUTES)),
         "num_prompts": config.rollout.batch_size,
         "num_shown": config.log.num_samples,
         "shaping": shaping_rule(config),

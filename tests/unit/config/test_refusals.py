@@ -21,7 +21,6 @@ ON = {  # values for which a property of Config holds, or does not
     "@generates": ({}, {"algorithm": "sft"}),
     "@evaluates": ({}, {"eval_interval": 0}),
     "@stores_reference": ({"kl_loss_coef": 0.1}, {}),
-    "@engine_has_own_devices": ({"rollout_urls": ["http://a:1"]}, {}),
 }
 DECLARED = [(flat, number) for flat, key in all_keys().items() for number, _ in enumerate(key.rules)]
 
