@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
-from fsdptrain.config import Config, load_recipe  # noqa: E402
+from fsdptrain.config import Config  # noqa: E402
 from fsdptrain.config.checks import check_world_size  # noqa: E402
+from fsdptrain.config.recipe import load_recipe  # noqa: E402
 from fsdptrain.features.lora.config import LoraConfig  # noqa: E402
 from fsdptrain.megatron.config import MegatronConfig  # noqa: E402
 from fsdptrain.memory.estimate import GIB, MARGIN, Machine, compute_bytes, estimate, with_margin  # noqa: E402

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdptrain.config import Config, load_recipe
+from fsdptrain.config import Config
+from fsdptrain.config.recipe import load_recipe
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

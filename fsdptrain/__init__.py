@@ -7,7 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdptrain.config import Config, load_recipe
+    from fsdptrain.config import Config
+    from fsdptrain.config.recipe import load_recipe
     from fsdptrain.errors import FsdptrainError
     from fsdptrain.trainer import Callback, RunResult, Trainer
 
@@ -20,7 +21,7 @@ _HOME = {
     "FsdptrainError": "fsdptrain.errors",
     "RunResult": "fsdptrain.trainer",
     "Trainer": "fsdptrain.trainer",
-    "load_recipe": "fsdptrain.config",
+    "load_recipe": "fsdptrain.config.recipe",
 }
 
 

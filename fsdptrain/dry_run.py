@@ -10,8 +10,8 @@ from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import Resolved
 from fsdptrain.config.grid import draw_grid
-from fsdptrain.config.recipe import to_yaml
 from fsdptrain.config.sft import sft_options
+from fsdptrain.config.written import to_yaml
 from fsdptrain.data.sources import GENERATOR, load_rows
 from fsdptrain.errors import CheckpointError
 from fsdptrain.launch.inputs import check_inputs, data_names, image_key

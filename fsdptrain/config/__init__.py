@@ -20,11 +20,11 @@ from fsdptrain.config.checks import check_processes, check_world_size
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.flags import Resolved, resolve
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
-from fsdptrain.config.recipe import load_recipe, read_recipe, to_yaml
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.root import Config
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import Section
+from fsdptrain.config.written import to_yaml
 
 __all__ = [
     "AlgorithmConfig",
@@ -48,8 +48,6 @@ __all__ = [
     "SyncConfig",
     "check_processes",
     "check_world_size",
-    "load_recipe",
-    "read_recipe",
     "resolve",
     "to_yaml",
 ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fsdptrain.config.keys import Key, all_keys
-from fsdptrain.config.rules import Condition, Excludes, NoEffectError, Problem, Requires, Rule
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.rules import Excludes, NoEffectError, Problem, Requires, Rule
 from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 def check(config: Config) -> None:
     """Raise ConfigError for the first problem of the configuration."""
     rules = [(key, rule) for flat, key in all_keys().items() if config.is_set(flat) for rule in key.rules]
-    _raise_first(filter(None, (problem_of(config, *each) for each in rules if not isinstance(each[1], Excludes))))
-    _raise_first(filter(None, (problem_of(config, *each) for each in rules if isinstance(each[1], Excludes))))
+    for key, rule in sorted(rules, key=lambda each: isinstance(each[1], Excludes)):
+        if is_broken(config, rule):
+            from fsdptrain.config.problems import rule_problem
+
+            raise rule_problem(config, key, rule)
     for section in config.sections:
         _raise_first(section.problems(config))
 
@@ -64,44 +67,11 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
     check_world_size(config, world_size)
 
 
-def problem_of(config: Config, key: Key, rule: Rule) -> Problem | None:
-    """Return the line for an option that was set and breaks `rule`."""
-    reason = _broken(config, key, rule)
-    if reason and isinstance(rule, Excludes):
-        return f"{key.shown(config)} does not work {reason}"
-    return NoEffectError(f"{key.flag} has no effect {reason}", key.flat) if reason else None
+def is_broken(config: Config, rule: Rule) -> bool:
+    """Return whether an option that was set breaks `rule`."""
+    return any(map(config.holds, rule.conditions)) != isinstance(rule, Requires)
 
 
 def _raise_first(problems: Iterable[Problem]) -> None:
     for problem in problems:
         raise problem if isinstance(problem, NoEffectError) else ConfigError(problem)
-
-
-def _broken(config: Config, key: Key, rule: Rule) -> str:
-    """Return the end of the message if the option breaks `rule`, else ""."""
-    held = [condition for condition in rule.conditions if config.holds(condition)]
-    if bool(held) == isinstance(rule, Requires):
-        return ""
-    if rule.reason:
-        return rule.reason
-    if isinstance(rule, Requires):
-        return _what_is_missing(config, key, rule)
-    other = all_keys()[held[0].key]
-    fix = rule.fix or ("leave one of them out" if isinstance(rule, Excludes) else "remove it")
-    return f"with {other.shown(config)}: {fix}"
-
-
-def _what_is_missing(config: Config, key: Key, rule: Requires) -> str:
-    names = [_described(condition) for condition in rule.conditions]
-    other = all_keys().get(rule.conditions[0].key)  # None: its feature is not installed
-    if len(names) == 1 and other is not None and config.is_set(other.flat):
-        only = f", only with {names[0]}" if rule.conditions[0].relation else ""
-        return f"with {other.shown(config)}{only}: {rule.fix or 'remove it'}"
-    return f"without {' or '.join(names)}: {rule.fix or f'add it, or leave {key.flag} out'}"
-
-
-def _described(condition: Condition) -> str:
-    flag = "--" + condition.key.replace("_", "-")
-    if condition.relation == ">":
-        return f"{flag} above {condition.values[0]}"
-    return f"{flag} {' or '.join(condition.values)}".strip()

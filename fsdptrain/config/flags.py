@@ -4,17 +4,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter
 
 from fsdptrain.config.checks import check_data_options
 from fsdptrain.config.keys import advice, all_keys, flatten, translation
-from fsdptrain.config.presets import preset_values
-from fsdptrain.config.recipe import Source, combine, read_recipe
 from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsdptrain.config.recipe import Source
 
 _FLAG = re.compile(r"--[A-Za-z]")
 
@@ -41,11 +42,20 @@ class Option:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Configuration with the source of each value, by flat key."""
+    """Configuration, and what it was made from, by flat key."""
 
     config: Config
-    sources: Mapping[str, Source]
     own: Mapping[str, Any]  # options of the command rather than of the run
+    flags: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    left_out: "Mapping[str, Source]"  # keys of the recipe that flags override implicitly
+
+    @property
+    def sources(self) -> "Mapping[str, Source]":
+        """The source of each value."""
+        from fsdptrain.config.recipe import value_sources
+
+        return value_sources(self.config, self.recipe, self.left_out, self.flags)
 
 
 RECIPE = Option(
@@ -80,23 +90,18 @@ def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Res
     """
     own = own or {}
     values = parse(argv, {"recipe": RECIPE, **config_options(), **own})
-    given = {key: values.pop(key, option.default) for key, option in own.items()}
+    own_values = {key: values.pop(key, option.default) for key, option in own.items()}
     path = values.pop("recipe", None)
-    recipe = read_recipe(path) if path is not None else {}
-    config, left_out = combine(recipe, values)
+    recipe, left_out = dict[str, Any](), dict[str, "Source"]()
+    if path is None:
+        config = Config(**values)
+    else:
+        from fsdptrain.config.recipe import combine, read_recipe
+
+        recipe = flatten(read_recipe(path))
+        config, left_out = combine(recipe, values)
     check_data_options(config)
-    sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
-    sources.update(dict.fromkeys(_set_by_preset(config), "preset"))
-    sources.update(dict.fromkeys(flatten(recipe), "recipe"))
-    sources.update(left_out)
-    sources.update(dict.fromkeys(values, "flag"))
-    return Resolved(config, sources, given)
-
-
-def _set_by_preset(config: Config) -> list[str]:
-    """Return the flat keys that the algorithm's preset sets to a non-default value."""
-    values = preset_values(config.algorithm.algorithm, config.algorithm.loss)
-    return [flat for flat, value in values.items() if value != all_keys()[flat].default]
+    return Resolved(config, own_values, values, recipe, left_out)
 
 
 def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:

@@ -1,14 +1,20 @@
-"""Errors of pydantic in one line, with the flag, the value and the accepted values. Imported after an error only."""
+"""Errors of fields and their rules in one line, with flag, value and fix. Imported after an error only."""
+
+from __future__ import annotations
 
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import pydantic
 from pydantic_core import ErrorDetails
 
-from fsdptrain.config.keys import Key, all_sections
+from fsdptrain.config.keys import Key, all_keys, all_sections
+from fsdptrain.config.rules import Condition, Excludes, NoEffectError, Requires, Rule
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
 
 _BOUNDS = {
     "greater_than": ("must be greater than", "gt"),
@@ -65,3 +71,36 @@ def near(value: Any, annotation: Any) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def rule_problem(config: Config, key: Key, rule: Rule) -> ConfigError:
+    """Return the error of an option that was set and breaks `rule`."""
+    if isinstance(rule, Excludes):
+        return ConfigError(f"{key.shown(config)} does not work {_reason_of_rule(config, key, rule)}")
+    return NoEffectError(f"{key.flag} has no effect {_reason_of_rule(config, key, rule)}", key.flat)
+
+
+def _reason_of_rule(config: Config, key: Key, rule: Rule) -> str:
+    if rule.reason:
+        return rule.reason
+    if isinstance(rule, Requires):
+        return _what_is_missing(config, key, rule)
+    other = all_keys()[next(filter(config.holds, rule.conditions)).key]
+    fix = rule.fix or ("leave one of them out" if isinstance(rule, Excludes) else "remove it")
+    return f"with {other.shown(config)}: {fix}"
+
+
+def _what_is_missing(config: Config, key: Key, rule: Requires) -> str:
+    names = [_described(condition) for condition in rule.conditions]
+    other = all_keys().get(rule.conditions[0].key)  # None: its feature is not installed
+    if len(names) == 1 and other is not None and config.is_set(other.flat):
+        only = f", only with {names[0]}" if rule.conditions[0].relation else ""
+        return f"with {other.shown(config)}{only}: {rule.fix or 'remove it'}"
+    return f"without {' or '.join(names)}: {rule.fix or f'add it, or leave {key.flag} out'}"
+
+
+def _described(condition: Condition) -> str:
+    flag = "--" + condition.key.replace("_", "-")
+    if condition.relation == ">":
+        return f"{flag} above {condition.values[0]}"
+    return f"{flag} {' or '.join(condition.values)}".strip()

@@ -1,8 +1,6 @@
-"""Reading and writing of configurations as YAML recipes. Written recipes can be read back."""
+"""Reading of recipes: YAML files of options. Imported for --recipe, resumed runs and commands only."""
 
-import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +8,10 @@ import yaml
 
 from fsdptrain.config.keys import all_keys, build_sections, flatten
 from fsdptrain.config.precedence import superseded
+from fsdptrain.config.presets import preset_values
 from fsdptrain.config.root import Config
 from fsdptrain.config.rules import NoEffectError
+from fsdptrain.config.written import FLOAT
 from fsdptrain.errors import ConfigError
 
 Source = Literal[
@@ -24,7 +24,6 @@ Source = Literal[
 ]
 LEFT_OUT: Source = "default, since a flag takes the recipe's value its effect"
 SUPERSEDED: Source = "preset, since a flag names another algorithm or loss"
-_NOT_WRITTEN = ("dry_run",)  # it would make the recipe only print itself
 
 
 def load_recipe(path: str | Path, **flags: Any) -> Config:
@@ -53,6 +52,19 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
                 raise
             del given[error.key]
             left_out[error.key] = LEFT_OUT
+
+
+def value_sources(
+    config: Config, recipe: Iterable[str], left_out: Mapping[str, Source], flags: Iterable[str]
+) -> dict[str, Source]:
+    """Return the source of each value of `config` by flat key. recipe, flags: flat keys given there."""
+    preset = preset_values(config.algorithm.algorithm, config.algorithm.loss)
+    sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
+    sources.update(dict.fromkeys((flat for flat in preset if preset[flat] != all_keys()[flat].default), "preset"))
+    sources.update(dict.fromkeys(recipe, "recipe"))
+    sources.update(left_out)
+    sources.update(dict.fromkeys(flags, "flag"))
+    return sources
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -88,34 +100,6 @@ def read_mapping(path: str | Path, *, what: str) -> dict[str, Any]:
     return values
 
 
-def to_yaml(config: Config, sources: Mapping[str, Source] | None = None) -> str:
-    """Format `config` as a recipe with all values and, from `sources` (by flat key), aligned source comments."""
-    lines: list[tuple[str, str]] = []
-    section = ""
-    for flat, key in all_keys().items():
-        if flat in _NOT_WRITTEN:
-            continue
-        if key.section != section:
-            section = key.section
-            lines.append((f"{section}:", ""))
-        lines.append((f"  {key.name}: {_scalar(key.value(config))}", f"  # {sources[flat]}" if sources else ""))
-    width = max(min(len(line), 60) for line, _ in lines)
-    return "".join(f"{line:<{width}}{source}\n" if source else f"{line}\n" for line, source in lines)
-
-
-def _scalar(value: Any) -> str:
-    """Format `value` on one line."""
-    in_list = yaml.dump(
-        [value],
-        Dumper=_Dumper,
-        default_flow_style=True,
-        width=math.inf,
-        allow_unicode=True,
-        sort_keys=False,
-    )
-    return in_list.strip()[1:-1]
-
-
 class _Loader(yaml.SafeLoader):
     """YAML loader with Python float syntax (1e-6) that rejects duplicate keys."""
 
@@ -128,19 +112,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-class _Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes strings that `_Loader` would read as numbers."""
-
-
-def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Quote text with line breaks or other unprintable characters, which plain YAML folds or rejects."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _string)
-_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
-for _resolver in (_Loader, _Dumper):
-    _resolver.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
 
 
 def _one_line(error: Exception) -> str:

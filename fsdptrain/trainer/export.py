@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.checkpoints import CONFIG_FILE
-from fsdptrain.config import Config, check_world_size, load_recipe
+from fsdptrain.config import Config, check_world_size
 from fsdptrain.config.keys import all_keys
+from fsdptrain.config.recipe import load_recipe
 from fsdptrain.config.rules import NotExported
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError

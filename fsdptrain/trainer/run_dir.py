@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE
-from fsdptrain.config import Config, load_recipe, to_yaml
+from fsdptrain.config import Config, to_yaml
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import OnResume
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
@@ -115,7 +115,11 @@ def _tell_changes(config: Config, checkpoint: Path, step: int) -> None:
 def changed_values(run: Path, now: Config) -> dict[OnResume, list[str]]:
     """Return the options that differ from the config of the folder `run`, e.g. `--lr 0.001 in place of 1e-06`."""
     changes: dict[OnResume, list[str]] = {kind: [] for kind in OnResume}
-    before = load_recipe(run / CONFIG_FILE) if (run / CONFIG_FILE).is_file() else now
+    if not (run / CONFIG_FILE).is_file():
+        return changes
+    from fsdptrain.config.recipe import load_recipe
+
+    before = load_recipe(run / CONFIG_FILE)
     for key in all_keys().values():
         old, new = (key.value(config) for config in (before, now))
         if old != new and not _is_same_path(old, new):

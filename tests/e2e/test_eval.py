@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.config.flags import resolve
-from fsdptrain.config.recipe import to_yaml
+from fsdptrain.config.written import to_yaml
 from fsdptrain.tools.evaluate import run_arguments
 from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdptrain.config import load_recipe
+from fsdptrain.config.recipe import load_recipe
 from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of, trained
 from tests.e2e.conftest import Finished

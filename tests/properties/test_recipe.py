@@ -6,8 +6,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.config import Config, load_recipe, to_yaml
+from fsdptrain.config import Config, to_yaml
 from fsdptrain.config.keys import all_keys
+from fsdptrain.config.recipe import load_recipe
 
 YAML = ["null", "true", "1e-6", "1", "a:b", "#", "'", '"', "~", "{", "=", "0x1F", "2020-01-01"]
 SPECIAL = [*YAML, "- a", "a: b", "# x", "a\nb", " a ", "é\x01\x85\ufeff"]

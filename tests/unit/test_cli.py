@@ -15,9 +15,10 @@ import yaml
 
 from fsdptrain import cli
 from fsdptrain.cli import COMMANDS
-from fsdptrain.config import Config, DataConfig, load_recipe
+from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.flags import config_options
 from fsdptrain.config.keys import all_keys
+from fsdptrain.config.recipe import load_recipe
 from fsdptrain.data.tables import load_table_rows
 from fsdptrain.launch.inputs import check_inputs
 from tests import configs

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from fsdptrain import cli
-from fsdptrain.config import Config, load_recipe
+from fsdptrain.config import Config
+from fsdptrain.config.recipe import load_recipe
 from fsdptrain.config.shipped import recipe_names
 from tests import configs
 from tests.recipe_headers import HARDWARE, RECIPES, read_header

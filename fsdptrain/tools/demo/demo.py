@@ -92,7 +92,7 @@ def prepare(folder: Path, seed: int) -> None:
     """Write the untrained model and the demonstrations, without the words that GRPO is evaluated on."""
     from transformers.utils import logging
 
-    from fsdptrain.config import load_recipe
+    from fsdptrain.config.recipe import load_recipe
     from fsdptrain.tools.demo.corpus import write_demonstrations
     from fsdptrain.tools.demo.model import save_start
 

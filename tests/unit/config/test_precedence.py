@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.config import Config, load_recipe, resolve, to_yaml
+from fsdptrain.config import Config, resolve, to_yaml
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.precedence import ALGORITHM_OWN
 from fsdptrain.config.presets import PRESETS
-from fsdptrain.config.recipe import SUPERSEDED
+from fsdptrain.config.recipe import SUPERSEDED, load_recipe
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "spell_backward_demo.yaml"
 

@@ -11,8 +11,9 @@ from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECT
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS
-from fsdptrain.config import AlgorithmConfig, Config, load_recipe, resolve, to_yaml
+from fsdptrain.config import AlgorithmConfig, Config, resolve, to_yaml
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, PRESETS
+from fsdptrain.config.recipe import load_recipe
 
 MODEL = ["--hf-checkpoint", "x"]
 

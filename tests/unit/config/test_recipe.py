@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.config import Config, load_recipe, read_recipe, resolve, to_yaml
-from fsdptrain.config.recipe import LEFT_OUT
+from fsdptrain.config import Config, resolve, to_yaml
+from fsdptrain.config.recipe import LEFT_OUT, load_recipe, read_recipe
 from fsdptrain.errors import ConfigError
 
 

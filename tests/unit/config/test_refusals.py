@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from fsdptrain.config import Config, resolve
-from fsdptrain.config.checks import check_data_options, problem_of
+from fsdptrain.config.checks import check_data_options, is_broken
 from fsdptrain.config.keys import Key, all_keys
+from fsdptrain.config.problems import rule_problem
 from fsdptrain.config.rules import Condition, Excludes, Requires
 from fsdptrain.errors import ConfigError
 
@@ -74,11 +75,13 @@ def test_a_declared_rule_refuses_its_conditions_in_one_line_and_nothing_else(fla
     each_on = [all_off(set(rule.conditions) - {c}) | values_for(c, holds=True) for c in rule.conditions]
     refused, accepted = ([off], each_on) if isinstance(rule, Requires) else (each_on, [off])
     for values in refused:
-        line = str(problem_of(config_with(key, values), key, rule))
+        config = config_with(key, values)
+        assert is_broken(config, rule)
+        line = str(rule_problem(config, key, rule))
         assert key.flag[2:] in line
         assert ("does not work" if isinstance(rule, Excludes) else "has no effect") in line
         assert "\n" not in line
-    assert [values for values in accepted if problem_of(config_with(key, values), key, rule)] == []
+    assert [values for values in accepted if is_broken(config_with(key, values), rule)] == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdptrain.config import load_recipe
+from fsdptrain.config.recipe import load_recipe
 from fsdptrain.config.shipped import FOLDER, find_recipe, read_summary
 from fsdptrain.errors import ConfigError
 

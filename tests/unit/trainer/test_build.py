@@ -2,7 +2,8 @@
 
 import pytest
 
-from fsdptrain.config import Config, load_recipe, to_yaml
+from fsdptrain.config import Config, to_yaml
+from fsdptrain.config.recipe import load_recipe
 from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.resolve import resolve
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
