@@ -71,6 +71,15 @@ def distributed_backend() -> str:
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
+def bfloat16_reason() -> tuple[bool, str]:
+    """Return whether this process's device multiplies in bfloat16 as fast as in float32, and why or why not."""
+    if has_accelerator():
+        return True, "this is an accelerator"
+    found = {"AVX512-BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
+    has = [name for name, supported in found.items() if supported]
+    return bool(has), f"this CPU has {' and '.join(has)}" if has else f"this CPU has neither {' nor '.join(found)}"
+
+
 def device_memory() -> tuple[int, int]:
     """Return free and total memory of this process's device, or of the host on a CPU. [bytes]"""
     if not has_accelerator():

@@ -47,7 +47,7 @@ class Keywords(TypedDict, total=False):
     trust_remote_code: bool
     attn_implementation: Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"]
     layout: Literal["auto", "packed", "padded"]
-    bf16: bool
+    bf16: bool | Literal["auto"]
     fp16: bool
     logprob_chunk_size: int
     strict: bool

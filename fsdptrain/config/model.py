@@ -48,10 +48,12 @@ class ModelConfig(Section):
     per-segment sdpa."""
     layout: Annotated[Literal["auto", "packed", "padded"], NEUTRAL, FSDP_ONLY] = "auto"
     """Layout of sequences in the model. `auto`: packed if a probe of the model proves it exact, else padded."""
-    bf16: Annotated[bool, TUNING] = True
-    """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32."""
+    bf16: Annotated[bool | Literal["auto"], TUNING] = "auto"
+    """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32. `auto`:
+    bfloat16 on accelerators and on CPUs with AVX512-BF16 or AMX, float32 on others, which take six times as long in
+    bfloat16."""
     fp16: Annotated[bool, TUNING, FSDP_ONLY] = False
-    """Compute in float16 with a gradient scaler. Disables the default --bf16; setting both is an error."""
+    """Compute in float16 with a gradient scaler. Turns --bf16 auto off; setting both is an error."""
     logprob_chunk_size: Annotated[int, NEUTRAL] = Field(default=512, ge=1)
     """Tokens whose logits are in memory at a time. At --max-tokens-per-gpu nothing is recomputed. [tokens]"""
     strict: Annotated[bool, NEUTRAL] = False
@@ -62,8 +64,8 @@ class ModelConfig(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _one_compute_dtype(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("fp16") is True:
-            return {"bf16": False, **values}
+        if isinstance(values, dict) and values.get("fp16") is True and values.get("bf16", "auto") == "auto":
+            return {**values, "bf16": False}
         return values
 
     def problems(self, config: "Config") -> Iterator[Problem]:

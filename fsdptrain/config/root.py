@@ -215,6 +215,7 @@ class Config(BaseModel):
 
     @property
     def compute_dtype_name(self) -> Literal["bfloat16", "float16", "float32"]:
+        """Dtype of the computation; before `resolve_dtype`, that of an accelerator."""
         if self.model.fp16:
             return "float16"
         return "bfloat16" if self.model.bf16 else "float32"

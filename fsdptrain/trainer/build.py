@@ -27,7 +27,7 @@ from fsdptrain.trainer.data import build_data, require_same_data
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.resolve import load_environment, open_tokenizer, resolve
+from fsdptrain.trainer.resolve import load_environment, open_tokenizer, resolve, resolve_dtype
 from fsdptrain.trainer.run_dir import RunFolder, open_folder
 from fsdptrain.trainer.samples.build import (
     advantage_rule,
@@ -62,6 +62,7 @@ def build_loop(
     stop: StopRequest,
 ) -> Iterator[TrainingLoop]:
     """Resolve the configuration, build data and rewards, then the model, then the engine. Close all of them on exit."""
+    config = resolve_dtype(config)
     files = resolve_checkpoint(config.model.hf_checkpoint, weights=False)
     features = load_features(config, files)  # before the weights are downloaded: the model may forbid an option
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)

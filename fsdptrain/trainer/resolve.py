@@ -14,7 +14,7 @@ from fsdptrain.config.checks import check
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import preset_values
 from fsdptrain.config.rules import Fact, NoEffectError
-from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.protocols import PromptProcessor
 from fsdptrain.rollout import choose_engine
@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
 log = logging.getLogger(__name__)
+
+
+def resolve_dtype(config: Config) -> Config:
+    """Return the configuration with --bf16 auto decided, in the same way on every rank. Collective."""
+    if config.model.bf16 != "auto":
+        return config
+    fast, reason = platform.bfloat16_reason()
+    slow = [reason for fast, reason in gather((fast, reason)) if not fast]
+    config = config.with_values(bf16=not slow)
+    log.info("--bf16 auto: computing in %s, because %s", config.compute_dtype_name, slow[0] if slow else reason)
+    return config
 
 
 def load_environment(config: Config) -> "LoadedEnvironment | None":

@@ -35,6 +35,7 @@ from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.structure import active_sizes, count_parameters, freeze_vision, lm_head
+from fsdptrain.trainer.resolve import resolve_dtype
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Inspection:
 
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Inspect the model of `config`. Raises CheckpointError if config.json cannot be read."""
-    device_type = platform.device_type()
+    config, device_type = resolve_dtype(config), platform.device_type()
     model, _ = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)

@@ -1,11 +1,14 @@
 """Training and evaluation data, and threads for rollouts in flight."""
 
+from typing import Any
+
 import pytest
+import torch
 
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.config.recipe import load_recipe
 from fsdptrain.trainer.data import build_data
-from fsdptrain.trainer.resolve import resolve
+from fsdptrain.trainer.resolve import resolve, resolve_dtype
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from tests.testing import tiny_tokenizer
 
@@ -70,3 +73,25 @@ def test_what_is_resolved_can_be_written_read_and_resolved_again(tmp_path, monke
     read = load_recipe(tmp_path / "config.yaml")
     assert read == resolved
     assert resolve(read, tiny_tokenizer(), environment) == resolved
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "values", "name"),
+    [
+        (True, False, {}, "bfloat16"),
+        (False, True, {}, "bfloat16"),
+        (False, False, {}, "float32"),
+        (False, False, {"bf16": True}, "bfloat16"),
+        (True, True, {"bf16": False}, "float32"),
+        (True, True, {"fp16": True}, "float16"),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_only_if_it_multiplies_it_or_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool, values: dict[str, Any], name: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setenv("FSDPTRAIN_PLATFORM", "cpu")
+    resolved = resolve_dtype(Config(hf_checkpoint="x", **values))
+    assert resolved.compute_dtype_name == name
+    assert resolved.model.bf16 is (name == "bfloat16")
