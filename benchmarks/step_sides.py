@@ -125,7 +125,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: bool) -> Iterator[St
     settings = LossConfig(kl_loss_coef=options.kl, use_rollout_logprobs=True)
     with process_group(600):
         backend = FSDPBackend(config, total_steps=10**6)
-        lora = backend.features.find(LoraFeature)
+        lora = next((feature for feature in backend.features if isinstance(feature, LoraFeature)), None)
         if lora is not None:
             fill_adapter(lora.adapters.parameters().items())
         layout = backend.layout_probe.layout

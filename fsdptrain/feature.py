@@ -2,13 +2,12 @@
 
 A feature is a subclass of `Feature` that overrides the hooks it needs. `load_features` creates the features that the
 configuration turns on, in the order of the table in `fsdptrain/features/__init__.py`; nothing else in the core knows
-their names. Every hook is called by all ranks in the same order, so a hook may use collectives. `Features` calls the
-hooks of all features and combines the results.
+their names. Every hook is called by all ranks in the same order, so a hook may use collectives.
 """
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
@@ -22,15 +21,15 @@ from fsdptrain.config import Config
 from fsdptrain.types import Metrics, PackedBatch, Sample
 
 if TYPE_CHECKING:
+    from fsdptrain.data.images import PromptProcessor
     from fsdptrain.data.packing.pack import PackPlan
     from fsdptrain.fsdp.mesh import Meshes
     from fsdptrain.model.probes.layout import LayoutProbe
     from fsdptrain.model.rows import Layout, Rows
-    from fsdptrain.protocols import ForwardRole, Loss, PromptProcessor
+    from fsdptrain.protocols import ForwardRole, Loss
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
 ChangeWeight = Callable[[Tensor], Tensor]
-F = TypeVar("F", bound="Feature")
 T = TypeVar("T")
 
 
@@ -202,91 +201,49 @@ def _enabled(config: Config) -> list[Any]:
     return [entry for entry in (*table, *registry.load_plugins("features")) if entry.enabled(config)]
 
 
-class Features:
-    """The features of a run, in order. Each method combines what the hooks of the same name return.
+class Features(tuple[Feature, ...]):
+    """The features of a run, in order. The first four methods combine what a hook of all features returns."""
 
-    There are four ways to combine: chain (each hook changes the result of the one before), first (the first that is not
-    None), update (a merged mapping) and enter (all contexts).
-    """
+    __slots__ = ()
 
-    def __init__(self, members: Sequence[Feature] = ()) -> None:
-        self.members = tuple(members)
+    def first(self, hook: Callable[[Feature], T | None]) -> T | None:
+        """Return the first result that is not None."""
+        return next((result for result in map(hook, self) if result is not None), None)
 
-    def __iter__(self) -> Iterator[Feature]:
-        return iter(self.members)
+    def merged(self, hook: Callable[[Feature], Mapping[str, T]]) -> dict[str, T]:
+        return {name: value for mapping in map(hook, self) for name, value in mapping.items()}
 
-    def find(self, kind: type[F]) -> F | None:
-        """The feature of a class, for tests."""
-        return next((member for member in self.members if isinstance(member, kind)), None)
+    def chained(self, hook: Callable[[Feature, T], T], value: T) -> T:
+        """Let each feature change the result of the one before, the first one `value`."""
+        return reduce(lambda result, feature: hook(feature, result), self, value)
 
-    @property
-    def prompt_processor(self) -> "PromptProcessor | None":
-        return next((x for x in (member.prompt_processor for member in self.members) if x is not None), None)
-
-    @property
-    def packer(self) -> Packer | None:
-        return next((x for x in (member.packer for member in self.members) if x is not None), None)
-
-    @property
-    def adapter(self) -> Adapter | None:
-        return next((x for x in (member.adapter for member in self.members) if x is not None), None)
+    @contextmanager
+    def entered(self, hook: Callable[[Feature], AbstractContextManager[None]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in map(hook, self):
+                stack.enter_context(context)
+            yield
 
     def without(self) -> AbstractContextManager[None]:
-        return self._enter("without")
-
-    def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
-        return self._first("rows", batch, layout, attention)
-
-    def forward(
-        self, batch: PackedBatch, rows: "Rows", role: "ForwardRole", inputs: dict[str, Any]
-    ) -> AbstractContextManager[None]:
-        return self._enter("forward", batch, rows, role, inputs)
-
-    def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
-        return self._update("outputs", batch, rows, output)
-
-    def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
-        return self._chain("logprobs_function", stock)
-
-    def score_packs(self, packs: Sequence[PackedBatch]) -> list[PackedBatch]:
-        return self._chain("score_packs", list(packs))
-
-    def loss_function(self, stock: "Loss") -> "Loss":
-        return self._chain("loss_function", stock)
-
-    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch]) -> Metrics:
-        return self._update("before_step", model, batches)
+        return self.entered(lambda feature: feature.without())
 
     def export_weight(self, name: str) -> ChangeWeight | None:
-        changes = [change for change in self._each("export_weight", name) if change is not None]
+        changes = [change for change in (feature.export_weight(name) for feature in self) if change is not None]
         if not changes:
             return None
         return lambda tensor: reduce(lambda x, change: change(x), changes, tensor)  # dequantized, then merged
 
-    def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
-        return self._first("route_recorder", model)
+    @property
+    def prompt_processor(self) -> "PromptProcessor | None":
+        return self.first(lambda feature: feature.prompt_processor)
 
-    def _each(self, hook: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Call the hook of one feature after the other, as far as the results are read."""
-        return (getattr(member, hook)(*args, **kwargs) for member in self.members)
+    @property
+    def packer(self) -> Packer | None:
+        return self.first(lambda feature: feature.packer)
 
-    def _chain(self, hook: str, value: T, *args: Any) -> T:
-        for member in self.members:
-            value = getattr(member, hook)(value, *args)
-        return value
-
-    def _first(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        return next((found for found in self._each(hook, *args, **kwargs) if found is not None), None)
-
-    def _update(self, hook: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {name: value for found in self._each(hook, *args, **kwargs) for name, value in found.items()}
-
-    @contextmanager
-    def _enter(self, hook: str, *args: Any) -> Iterator[None]:
-        with ExitStack() as stack:
-            for context in self._each(hook, *args):
-                stack.enter_context(context)
-            yield
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.first(lambda feature: feature.adapter)
 
 
 NO_FEATURES = Features()

@@ -6,8 +6,7 @@ documented otherwise. All ranks call them in the same order, and the implementat
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -22,7 +21,6 @@ from fsdptrain.types import (
     PackedBatch,
     Prompt,
     SamplingParams,
-    Segment,
     Turn,
 )
 
@@ -73,37 +71,6 @@ class CheckedEngine(RolloutEngine, Protocol):
         """`checksum` (rollout/weight_sync/checksum.py) of the tensors that the engine computes with, by the names of
         `update_weights`, for each copy of the model that this rank reads. Leaves out the `names` that it cannot read.
         """
-        ...
-
-
-@runtime_checkable
-class InFlightEngine(RolloutEngine, Protocol):
-    """An engine that keeps requests across weight syncs (--max-staleness)."""
-
-    def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """Generate like `generate`, from any thread except that of the trainer, and across `update_weights` calls.
-
-        Each token is sampled with the weights that the engine holds at that moment; `Completion.versions` records them.
-        Not collective. Raises RolloutError after the engine is closed.
-        """
-        ...
-
-
-@runtime_checkable
-class SteppedEngine(InFlightEngine, Protocol):
-    """An in-flight engine in the trainer's process, which generates only within `work` and `generate`."""
-
-    @property
-    def keeps_requests(self) -> bool:
-        """Whether requests can continue after `update_weights`. If not, `generate_in_flight` must not be used."""
-        ...
-
-    def submit(self, prompt: Prompt, sampling: SamplingParams) -> list[Future[Completion]]:
-        """Request `num_samples` completions, from any thread. They fail with RolloutError if the engine is closed."""
-        ...
-
-    def work(self, *, until: Callable[[], bool], seconds: float = math.inf) -> None:
-        """Generate on this thread until the condition holds or the time is over; wait if there are no requests."""
         ...
 
 
@@ -172,31 +139,6 @@ class TrainBackend(Protocol):
 
     def onload(self) -> None:
         """Move the state back to the device. No-op if nothing was moved."""
-        ...
-
-
-class PromptProcessor(Protocol):
-    """Tokenizer of prompts that contain images, and what models need to read them."""
-
-    image_key: str  # column of the images
-
-    @property
-    def chat_template(self) -> str | None:
-        """Chat template, or None to use the tokenizer's."""
-        ...
-
-    def read(self, text: str, images: Sequence[Any]) -> Segment:
-        """Tokenize `text` with its `images`. Raises ValueError if the number of image placeholders differs."""
-        ...
-
-    def probe_segments(self, vocab_size: int) -> Sequence[Segment]:
-        """Return three sequences for which the layout must be exact; the third has the lengths of the first."""
-        ...
-
-    def generation_inputs(
-        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
-    ) -> dict[str, Tensor]:
-        """Return more arguments for the forward pass over prompts [N, P], which stand at the right of their rows."""
         ...
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import InFlightEngine, RolloutEngine, SteppedEngine
+from fsdptrain.protocols import RolloutEngine
+from fsdptrain.rollout.in_flight import InFlightEngine, SteppedEngine
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 GATHER_S = 0.01  # a batch starts when no call has come for this time

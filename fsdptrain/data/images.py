@@ -4,21 +4,49 @@ A column holds one image or a list of images. An image is a file path (relative 
 bytes, the mapping of both that parquet files store, or an image that `datasets` has already opened.
 """
 
+from __future__ import annotations
+
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdptrain.data.rows import Row, as_messages
 from fsdptrain.errors import DataError
-from fsdptrain.protocols import PromptProcessor
-from fsdptrain.types import Message, Segment
+from fsdptrain.types import Message, Prompt, Segment
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 IMAGE_MARK = "<image>"  # position of the next image in a prompt
+
+
+class PromptProcessor(Protocol):
+    """Tokenizer of prompts that contain images, and what models need to read them."""
+
+    image_key: str  # column of the images
+
+    @property
+    def chat_template(self) -> str | None:
+        """Chat template, or None to use the tokenizer's."""
+        ...
+
+    def read(self, text: str, images: Sequence[Any]) -> Segment:
+        """Tokenize `text` with its `images`. Raises ValueError if the number of image placeholders differs."""
+        ...
+
+    def probe_segments(self, vocab_size: int) -> Sequence[Segment]:
+        """Return three sequences for which the layout must be exact; the third has the lengths of the first."""
+        ...
+
+    def generation_inputs(
+        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
+    ) -> dict[str, Tensor]:
+        """Return more arguments for the forward pass over prompts [N, P], which stand at the right of their rows."""
+        ...
 
 
 def read_images(
@@ -40,7 +68,7 @@ def as_images(value: Any, folder: Path) -> tuple[Any, ...]:
     return tuple(_with_folder(one, folder) for one in values)
 
 
-def open_image(value: Any, *, row_id: str, column: str) -> "Image":
+def open_image(value: Any, *, row_id: str, column: str) -> Image:
     """Open an image as RGB. Raises DataError if it is invalid."""
     from PIL import Image, UnidentifiedImageError
 

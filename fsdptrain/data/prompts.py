@@ -4,7 +4,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
@@ -15,8 +15,10 @@ from fsdptrain.data.rows import Row, Rows, as_messages, content_hash
 from fsdptrain.data.sources import GENERATOR
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Images, Message, Prompt
+
+if TYPE_CHECKING:
+    from fsdptrain.data.images import PromptProcessor
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -50,7 +52,7 @@ class PromptStream:
         rollout: RolloutConfig,
         exclude: Collection[str] = (),
         max_prompt_len: int | None = None,
-        processor: PromptProcessor | None = None,
+        processor: "PromptProcessor | None" = None,
         make: Callable[..., Prompt] | None = None,
     ) -> None:
         """Create a stream. make: (row, prompt_id=) -> prompt, in place of tokenizing the row as a prompt."""
@@ -195,7 +197,7 @@ def make_prompts(
     *,
     data: DataConfig,
     max_prompt_len: int | None = None,
-    processor: PromptProcessor | None = None,
+    processor: "PromptProcessor | None" = None,
 ) -> list[Prompt]:
     """Make prompts of all rows with at most `max_prompt_len` tokens, in order, for evaluation."""
     check_template(tokenizer, data)
@@ -209,7 +211,7 @@ def make_prompt(
     *,
     data: DataConfig,
     prompt_id: str = "",
-    processor: PromptProcessor | None = None,
+    processor: "PromptProcessor | None" = None,
 ) -> Prompt:
     """Tokenize a row. Special tokens come from either the template or the tokenizer, never from both."""
     system_prompt = system_prompt_of(data)

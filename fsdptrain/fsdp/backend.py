@@ -133,8 +133,8 @@ class FSDPBackend:
             return self._optimizer.advance_without_update()
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
-        of_features = self.features.before_step(self._model, batches)
-        loss = self.features.loss_function(loss)
+        of_features = self.features.merged(lambda feature: feature.before_step(self._model, batches))
+        loss = self.features.chained(lambda feature, stock: feature.loss_function(stock), loss)
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for batch in batches:
             moved = batch.to(self.device)

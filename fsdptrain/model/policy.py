@@ -77,7 +77,8 @@ class PolicyForward:
         self._head_transform = head_transform(model.config)
         self._pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # some configs lack the key
         self._skip_mask_creation = SkipMaskCreation(PACKAGE_ATTENTION)
-        self._logprobs = partial(features.logprobs_function(chunked_logprobs), chunk_size=chunk_size)
+        logprobs = features.chained(lambda feature, stock: feature.logprobs_function(stock), chunked_logprobs)
+        self._logprobs = partial(logprobs, chunk_size=chunk_size)
 
     def __call__(
         self,
@@ -91,17 +92,18 @@ class PolicyForward:
         stock_head: bool = False,
     ) -> dict[str, Tensor]:
         features, attention = self._features, str(self._model.config._attn_implementation)
-        rows = features.rows(batch, layout, attention) or core_rows(batch, layout, attention)
+        rows = features.first(lambda feature: feature.rows(batch, layout, attention))
+        rows = rows or core_rows(batch, layout, attention)
         inputs = rows.inputs(pad_token_id=self._pad_token_id)
-        with features.forward(batch, rows, role, inputs):
+        with features.entered(lambda feature: feature.forward(batch, rows, role, inputs)):
             if stock_head:
                 logits = rows.gather(self._stock_forward(**inputs).logits.flatten(0, 1), rows.loss_positions)
                 values = _stock_logprobs(logits, batch.labels[rows.loss_positions])
                 return {"values": rows.to_pack(values, rows.loss_positions)}
             with self._skip_mask_creation((attention, layout, *inputs)):
                 output = base_model(self._model)(**inputs)
-            found = features.outputs(batch, rows, output)
-            return found | self._head(batch, rows, output, temperature, truncation, with_entropy=with_entropy)
+            extras = features.merged(lambda feature: feature.outputs(batch, rows, output))
+            return extras | self._head(batch, rows, output, temperature, truncation, with_entropy=with_entropy)
 
     def _head(
         self,

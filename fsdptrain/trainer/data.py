@@ -16,10 +16,10 @@ from fsdptrain.data.rows import Row, Rows, content_hash, split_rows
 from fsdptrain.data.sources import load_rows
 from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import DataError
-from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
+    from fsdptrain.data.images import PromptProcessor
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def build_data(
     tokenizer: PreTrainedTokenizerBase,
     dataset: Sequence[Mapping[str, Any]] | None,
     environment: "LoadedEnvironment | None",
-    processor: PromptProcessor | None = None,
+    processor: "PromptProcessor | None" = None,
     *,
     eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> RunData:
@@ -96,7 +96,7 @@ def require_same_data(stream: PromptStream) -> None:
 
 
 def supervised_prompt(
-    config: Config, tokenizer: PreTrainedTokenizerBase, processor: PromptProcessor | None
+    config: Config, tokenizer: PreTrainedTokenizerBase, processor: "PromptProcessor | None"
 ) -> Callable[..., Prompt] | None:
     """Return the function that makes a prompt of a supervised row, without tokens but with images. None in RL."""
     if sft_options(config) is None:
@@ -109,7 +109,7 @@ def supervised_prompt(
 
 
 def held_out_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[Row], processor: PromptProcessor | None
+    config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[Row], processor: "PromptProcessor | None"
 ) -> list[Prompt]:
     """Return the prompts to generate responses for, none longer than the prompt limit."""
     budget = config.prompt_budget

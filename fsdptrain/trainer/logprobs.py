@@ -36,7 +36,7 @@ class LogprobPasses:
             packs = [*packs[:start], *map(_with_extras, scored, logprobs)]
         if self.config.needs_reference:
             packs = _with(packs, "ref_logprobs", self.backend.compute_logprobs(packs, "reference"))
-        remaining = iter(self.features.score_packs(packs))
+        remaining = iter(self.features.chained(lambda feature, scored: feature.score_packs(scored), packs))
         return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
 
     @property

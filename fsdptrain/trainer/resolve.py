@@ -16,11 +16,11 @@ from fsdptrain.config.presets import preset_values
 from fsdptrain.config.rules import Fact, NoEffectError
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.protocols import PromptProcessor
 from fsdptrain.rollout import choose_engine
 from fsdptrain.trainer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from fsdptrain.data.images import PromptProcessor
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def load_environment(config: Config) -> "LoadedEnvironment | None":
         return build_environment(config.environment)
 
 
-def open_tokenizer(config: Config, checkpoint: Path, processor: PromptProcessor | None) -> PreTrainedTokenizerBase:
+def open_tokenizer(config: Config, checkpoint: Path, processor: "PromptProcessor | None") -> PreTrainedTokenizerBase:
     """Load the tokenizer, with the chat template of the processor if there is one. Collective."""
     with raise_on_all_ranks(DataError, "--prompt-data"):
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)

@@ -141,7 +141,7 @@ class HFEngine:
 
     def _recorder(self, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> RouteRecorder:
         if self._new_recorder is None:
-            self._new_recorder = self._features.route_recorder(self.model)
+            self._new_recorder = self._features.first(lambda feature: feature.route_recorder(self.model))
         if self._new_recorder is None:
             raise RolloutError(f"{type(self.model).__name__} has no experts, so it cannot report routes")
         return self._new_recorder(prompt_lengths, prompt_of_row)

@@ -15,7 +15,8 @@ from fsdptrain.config import Config
 from fsdptrain.config.rollout import NEEDS_IN_FLIGHT
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.protocols import InFlightEngine, RolloutEngine, SteppedEngine
+from fsdptrain.protocols import RolloutEngine
+from fsdptrain.rollout.in_flight import InFlightEngine, SteppedEngine
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import GroupResult, Selection, group_result
 from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import InFlightEngine, RolloutEngine
+from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.results import RewardResults, compute_rewards
 from fsdptrain.rewards.values import RewardResult
@@ -74,6 +74,8 @@ Generate = Callable[[Sequence[Prompt], SamplingParams], list[Completion]]
 def generate_with(engine: RolloutEngine, *, in_flight: bool) -> Generate:
     if not in_flight:
         return engine.generate
+    from fsdptrain.rollout.in_flight import InFlightEngine
+
     assert isinstance(engine, InFlightEngine)
     return engine.generate_in_flight
 
