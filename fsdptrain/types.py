@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fsdptrain.data.packing.prefixes import SharedPrefixes
+
 FinishReason = Literal["stop", "length"]
 ChecksumKind = Literal["values", "multiset"]  # see rollout.weight_sync.checksum
 Metrics = dict[str, float]
@@ -39,25 +41,6 @@ class Images:
     def map(self, change: Callable[[Tensor], Tensor]) -> Images:
         """Apply `change` to every tensor."""
         return Images({name: change(x) for name, x in self.inputs.items()}, change(self.token_types))
-
-
-def join_images(parts: Sequence[tuple[Images | None, int]]) -> Images | None:
-    """Concatenate images of consecutive sequences.
-
-    `parts` holds (images of the prompt, sequence length) for each sequence. Returns None if no sequence has images.
-    """
-    found = [images for images, _ in parts if images is not None]
-    if not found:
-        return None
-    import torch
-
-    types = torch.zeros(sum(length for _, length in parts), dtype=torch.int64)
-    start = 0
-    for images, length in parts:
-        if images is not None:
-            types[start : start + len(images.token_types)] = images.token_types
-        start += length
-    return Images({name: torch.cat([x.inputs[name] for x in found]) for name in found[0].inputs}, types)
 
 
 class Segment(NamedTuple):
@@ -168,31 +151,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class SharedPrefixes:
-    """Prefixes shared by several segments of a pack, each computed once.
-
-    The first segment of each shared prefix is computed in full. The segments directly after it are computed from the
-    first differing token on. C <= T tokens are computed. Per-token tensors still have length T; `rows` maps each of the
-    T tokens to its computed token.
-    """
-
-    segments: tuple[int, ...]  # (N,) index of the segment that holds this segment's prefix; -1: computed in full
-    lengths: tuple[int, ...]  # (N,) prefix length [tokens]; 0: none. At least one token of each segment is not shared
-    computed: Tensor  # [C] i64, positions of the computed tokens in the pack
-    rows: Tensor  # [T] i64, index of the computed token for each token of the pack
-    cu_seqlens: Tensor  # [N+1] i32, over the computed tokens
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> SharedPrefixes:
-        """Apply `change` to every tensor."""
-        return replace(self, **{k: change(v) for k, v in _tensors(self).items()})
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of computed tokens."""
-        return self.computed.numel()
-
-
-@dataclass(frozen=True)
 class PackedBatch:
     """Several whole samples packed into one row.
 
@@ -243,14 +201,15 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
-        changed: dict[str, Any] = {k: change(v) for k, v in _tensors(self).items()}
+        changed: dict[str, Any] = {k: change(v) for k, v in tensors_of(self).items()}
         images = None if self.images is None else self.images.map(change)
         shared = None if self.shared is None else self.shared.map(change)
         extras = {name: change(tensor) for name, tensor in self.extras.items()}
         return replace(self, images=images, shared=shared, extras=extras, **changed)
 
 
-def _tensors(record: SharedPrefixes | PackedBatch) -> dict[str, Tensor]:
+def tensors_of(record: object) -> dict[str, Tensor]:
+    """Return the fields of `record` that are tensors."""
     from torch import Tensor
 
     return {name: value for name, value in vars(record).items() if isinstance(value, Tensor)}

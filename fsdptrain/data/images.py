@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdptrain.data.rows import Row, as_messages
 from fsdptrain.errors import DataError
-from fsdptrain.types import Message, Prompt, Segment
+from fsdptrain.types import Images, Message, Prompt, Segment
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -60,6 +60,25 @@ def read_images(
     except (ValueError, TypeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"the processor of --hf-checkpoint cannot render row {row.id}: {reason}") from error
+
+
+def join_images(parts: Sequence[tuple[Images | None, int]]) -> Images | None:
+    """Concatenate images of consecutive sequences.
+
+    `parts` holds (images of the prompt, sequence length) for each sequence. Returns None if no sequence has images.
+    """
+    found = [images for images, _ in parts if images is not None]
+    if not found:
+        return None
+    import torch
+
+    types = torch.zeros(sum(length for _, length in parts), dtype=torch.int64)
+    start = 0
+    for images, length in parts:
+        if images is not None:
+            types[start : start + len(images.token_types)] = images.token_types
+        start += length
+    return Images({name: torch.cat([x.inputs[name] for x in found]) for name in found[0].inputs}, types)
 
 
 def as_images(value: Any, folder: Path) -> tuple[Any, ...]:

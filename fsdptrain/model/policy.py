@@ -5,7 +5,7 @@ stays available for `check_head`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from fsdptrain.model.rows import Layout, Rows, core_rows
 from fsdptrain.model.structure import base_model, lm_head, reshard
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from fsdptrain.protocols import ForwardRole
-from fsdptrain.types import Images, LogProbs, PackedBatch, join_images, positions_of
+from fsdptrain.types import Images, LogProbs, PackedBatch, positions_of
 
 # Largest mean difference between the logprobs of two exact implementations. In half precision this is the rounding
 # error of logits of magnitude 30. A leak between sequences or a missing scale changes logprobs by far more.
@@ -201,9 +201,7 @@ def head_transform(config: PreTrainedConfig) -> HeadTransform:
     return HeadTransform(logit_scale=scale, softcap=softcap)
 
 
-def plain_batch(
-    segments: list[list[int]], *, device: torch.device, images: Sequence[Images | None] = ()
-) -> PackedBatch:
+def plain_batch(segments: list[list[int]], *, device: torch.device, images: Images | None = None) -> PackedBatch:
     """Build a pack of whole token lists with a loss on every next token, for checks without samples or weights."""
     tokens = torch.tensor([token for segment in segments for token in segment])
     seqlens = tuple(len(segment) for segment in segments)
@@ -224,7 +222,7 @@ def plain_batch(
         advantages=zeros,
         rollout_logprobs=zeros,
         num_loss_tokens=int(mask.sum()),
-        images=join_images(list(zip(images, seqlens, strict=True))) if images else None,
+        images=images,
     ).to(device)
 
 

@@ -13,13 +13,14 @@ from torch import nn
 
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
 from fsdptrain.data.packing.pack import PackPlan, pack, plan_packs
-from fsdptrain.data.packing.prefixes import prefix_layout, prompt_key, share_prefixes
+from fsdptrain.data.packing.prefixes import SharedPrefixes, prefix_layout, share_prefixes
+from fsdptrain.data.packing.sample_index import prompt_key
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
 from fsdptrain.features.prefix_sharing.plan import MOST_SHARED, plan_shared
 from fsdptrain.model.attention import attention, blocks
 from fsdptrain.model.attention.attention import Boundaries, attend
-from fsdptrain.types import PackedBatch, Sample, SharedPrefixes
+from fsdptrain.types import PackedBatch, Sample
 from tests.varlen import varlen_attn
 
 BUDGET = 96

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
 from fsdptrain.errors import ConfigError
-from fsdptrain.types import Images, PackedBatch, Sample, join_images, positions_of
+from fsdptrain.types import Images, PackedBatch, Sample, positions_of
 
 # Cost of a sequence of L tokens, in units of a token's linear cost: L + QUADRATIC_COST * L^2. Per token, a transformer
 # layer of width h takes 24 h^2 operations for its matrices and 2 L h for causal attention: the ratio is 1 / (12 h) per
@@ -221,7 +221,7 @@ def pack(
         num_loss_tokens=totals.num_tokens,
         num_skipped_tokens=totals.num_skipped,
         routes=_routes(samples),
-        images=join_images([(images.get(sample.group_id), len(sample.token_ids)) for sample in samples]),
+        images=_images(samples, images),
     )
     batch = batch if finish is None else finish(batch)
     return batch.pin_memory() if pin_memory else batch
@@ -316,3 +316,11 @@ def _routes(samples: Sequence[Sample]) -> Tensor | None:
     from fsdptrain.data.routes import join_routes
 
     return join_routes(samples)
+
+
+def _images(samples: Sequence[Sample], images: Mapping[str, Images]) -> Images | None:
+    if not images:
+        return None
+    from fsdptrain.data.images import join_images
+
+    return join_images([(images.get(sample.group_id), len(sample.token_ids)) for sample in samples])

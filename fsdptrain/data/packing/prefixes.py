@@ -1,32 +1,44 @@
 """Detection of prefixes that samples of a pack share: the prompt of a group.
 
-The prompt of a sample is everything before its first loss token; multi-turn samples share the first prompt only.
-Samples with equal prompt tokens have equal hidden states there, so one copy is computed.
+Multi-turn samples share the first prompt only. Samples with equal prompt tokens have equal hidden states there, so one
+copy is computed.
 """
 
-import hashlib
-from collections.abc import Sequence
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
 import torch
+from torch import Tensor
 
-from fsdptrain.types import Sample, SharedPrefixes
-
-NO_PREFIX = (0, 0)
-
-
-def prompt_length(sample: Sample) -> int:
-    """Return the number of tokens before the first loss token, or 0 without loss tokens."""
-    return sample.loss_mask.index(True) if True in sample.loss_mask else 0
+from fsdptrain.data.packing.sample_index import prompt_length
+from fsdptrain.types import Sample, tensors_of
 
 
-def prompt_key(sample: Sample) -> tuple[int, int]:
-    """Return a 63-bit hash of the prompt and its length, for planning. Packs compare the tokens themselves."""
-    length = prompt_length(sample)
-    if not length:
-        return NO_PREFIX
-    digest = hashlib.blake2b(np.array(sample.token_ids[:length], dtype=np.int64).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1, length
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Prefixes shared by several segments of a pack, each computed once.
+
+    The first segment of each shared prefix is computed in full. The segments directly after it are computed from the
+    first differing token on. C <= T tokens are computed. Per-token tensors still have length T; `rows` maps each of the
+    T tokens to its computed token.
+    """
+
+    segments: tuple[int, ...]  # (N,) index of the segment that holds this segment's prefix; -1: computed in full
+    lengths: tuple[int, ...]  # (N,) prefix length [tokens]; 0: none. At least one token of each segment is not shared
+    computed: Tensor  # [C] i64, positions of the computed tokens in the pack
+    rows: Tensor  # [T] i64, index of the computed token for each token of the pack
+    cu_seqlens: Tensor  # [N+1] i32, over the computed tokens
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> SharedPrefixes:
+        """Apply `change` to every tensor."""
+        return replace(self, **{k: change(v) for k, v in tensors_of(self).items()})
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of computed tokens."""
+        return self.computed.numel()
 
 
 def share_prefixes(samples: Sequence[Sample]) -> SharedPrefixes | None:

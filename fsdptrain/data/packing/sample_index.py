@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens
-from fsdptrain.data.packing.prefixes import prompt_key
 from fsdptrain.types import Sample
 
 
@@ -21,7 +21,7 @@ class SampleIndex:
     loss_tokens: tuple[int, ...]  # loss tokens of each sample
     owners: tuple[int, ...]  # rank that holds each sample
     keys: tuple[int, ...]  # sample keys that do not depend on the location
-    prompts: tuple[tuple[int, int], ...]  # (hash, length) of each prompt, from `prefixes.prompt_key`
+    prompts: tuple[tuple[int, int], ...]  # (hash, length) of each prompt, from `prompt_key`
     has_advantage: tuple[bool, ...]  # whether the advantage of each sample is not 0
     route_shape: tuple[int, int] | None = None  # (layers, k), if samples have routes
 
@@ -90,3 +90,17 @@ def _all_gather_rows(rows: Tensor) -> list[Tensor]:
     gathered = [torch.empty_like(padded) for _ in range(num_ranks)]
     dist.all_gather(gathered, padded)
     return [part[: int(count)] for part, count in zip(gathered, counts, strict=True)]
+
+
+def prompt_length(sample: Sample) -> int:
+    """Return the number of tokens before the first loss token, or 0 without loss tokens."""
+    return sample.loss_mask.index(True) if True in sample.loss_mask else 0
+
+
+def prompt_key(sample: Sample) -> tuple[int, int]:
+    """Return a 63-bit hash of the prompt and its length, for planning. Packs compare the tokens themselves."""
+    length = prompt_length(sample)
+    if not length:
+        return 0, 0
+    digest = hashlib.blake2b(np.array(sample.token_ids[:length], dtype=np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1, length

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fsdptrain.data.packing.prefixes import SharedPrefixes
 from fsdptrain.errors import NumericsError
 from fsdptrain.model.attention.attention import (
     PACKAGE_ATTENTION,
@@ -21,7 +22,7 @@ from fsdptrain.model.attention.attention import (
     varlen_attention,
 )
 from fsdptrain.model.rows import Layout, PackedRows
-from fsdptrain.types import PackedBatch, SharedPrefixes
+from fsdptrain.types import PackedBatch
 
 
 def shared_prefix_attention(

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from fsdptrain.data.images import join_images
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.rows import PackedRows, PaddedRows, Rows
 from fsdptrain.model.structure import base_model, vision_parameters
-from fsdptrain.types import Images, PackedBatch, Prompt, join_images
+from fsdptrain.types import Images, PackedBatch, Prompt
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # argument names of different models
 _ENCODED = "mm_encoder_outputs"  # the argument for the output of `get_image_features`

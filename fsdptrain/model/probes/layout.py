@@ -35,7 +35,7 @@ from fsdptrain.model.policy import (
 )
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import stock_class
-from fsdptrain.types import Segment, join_images
+from fsdptrain.types import Images, Segment
 
 RequestedLayout = Literal["auto", "packed", "padded"]
 STOCK = ("sdpa", "eager")  # with dense masks, for models whose own mask our attention would lose
@@ -208,11 +208,18 @@ def _score(
     model: PreTrainedModel, segments: Sequence[Segment], layout: Layout, device: torch.device
 ) -> tuple[Tensor, str]:
     """Return the logprobs [T], and the error message of the first rank that failed or ""."""
-    images = [segment.images for segment in segments]
-    batch = plain_batch([segment.token_ids for segment in segments], device=device, images=images)
+    token_ids = [segment.token_ids for segment in segments]
+    batch = plain_batch(token_ids, device=device, images=_joined_images(segments))
     return logprobs_or_refusal(model, batch, layout)
 
 
 def _in_one(first: Segment, second: Segment) -> Segment:
-    images = join_images([(segment.images, len(segment.token_ids)) for segment in (first, second)])
-    return Segment([*first.token_ids, *second.token_ids], images)
+    return Segment([*first.token_ids, *second.token_ids], _joined_images([first, second]))
+
+
+def _joined_images(segments: Sequence[Segment]) -> Images | None:
+    if all(segment.images is None for segment in segments):
+        return None
+    from fsdptrain.data.images import join_images
+
+    return join_images([(segment.images, len(segment.token_ids)) for segment in segments])
