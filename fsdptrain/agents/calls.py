@@ -35,7 +35,7 @@ class ModelCall:
 class Choice:
     """One response of the model."""
 
-    text: str  # without special tokens and without the stop string
+    text: str  # without the token and the string that stopped it
     tool_calls: Sequence[ToolCall]  # parsed from the text
     content: str  # `text` without the tool calls
     finish_reason: Literal["stop", "length", "tool_calls"]

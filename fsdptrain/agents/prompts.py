@@ -14,6 +14,7 @@ from fsdptrain.agents.wire import template_call
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import template_reason
+from fsdptrain.data.text import response_text
 from fsdptrain.errors import DataError
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -60,20 +61,19 @@ class CallRenderer:
     def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def until_stop(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str, bool]:
+    def until_stop(self, token_ids: Sequence[int], stop: Sequence[str], *, stopped: bool) -> tuple[int, str, bool]:
         """Cut a response at the first of the texts `stop`. Returns the number of tokens, the text, and whether it was
-        cut: the tokens end with the one that completes the stop text, which the text does not contain."""
-        text = self.text_of(token_ids)
+        cut: the tokens end with the one that completes the stop text, which the text does not contain.
+
+        stopped: the response ends with a stop token, which the text does not contain."""
+        text = response_text(token_ids, self.tokenizer, stopped=stopped)
         places = [place for place in (text.find(word) for word in stop) if place >= 0]
         if not places:
             return len(token_ids), text, False
         low, high = 1, len(token_ids)
         while low < high:
             middle = (low + high) // 2
-            if any(word in self.text_of(token_ids[:middle]) for word in stop):
+            if any(word in response_text(token_ids[:middle], self.tokenizer, stopped=False) for word in stop):
                 high = middle
             else:
                 low = middle + 1

@@ -179,7 +179,8 @@ class OpenEpisodes:
     def _cut(self, completion: Completion, call: ModelCall, max_tokens: int) -> tuple[Completion, str]:
         """Cut at the limit, which an engine may ignore, and at the stop texts of the call. Returns the text too."""
         ids = completion.token_ids[:max_tokens]
-        count, text, stopped = self.renderer.until_stop(ids, call.stop)
+        ended = completion.finish_reason == "stop" and len(ids) == len(completion.token_ids)
+        count, text, stopped = self.renderer.until_stop(ids, call.stop, stopped=ended)
         if count == len(completion.token_ids):
             return replace(completion, finish_reason="stop") if stopped else completion, text
         versions, routes = completion.versions, completion.routes

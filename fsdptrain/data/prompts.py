@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.rows import Row, Rows, as_messages, content_hash
 from fsdptrain.data.sources import GENERATOR
+from fsdptrain.data.text import plain_tokens
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Images, Message, Prompt
@@ -239,12 +240,6 @@ def make_prompt(
     )
 
 
-def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize text without a template. The tokenizer adds its special tokens, unless the text begins with BOS."""
-    has_bos = tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token))
-    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
-
-
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
     """Raise ConfigError if the required chat template is missing or a reserved template argument is set."""
     if data.apply_chat_template and tokenizer.chat_template is None:
@@ -326,6 +321,12 @@ def _apply_template(
     except Exception as error:  # a template can divide by 0
         raise ValueError(one_line(error)) from error
     assert isinstance(text, str)
+    start = messages[-1]["content"]
+    if prefilled and isinstance(start, str) and not text.endswith(start):
+        raise ValueError(
+            "it changes or drops the beginning of the response, the last message: write that message as the template "
+            "renders it, or use --no-apply-chat-template"
+        )
     return text
 
 

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.sft import LossOn
 from fsdptrain.data.chat import TurnRenderer
-from fsdptrain.data.prompts import make_prompt, plain_tokens
+from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
 from fsdptrain.data.sft_forms import Conversation, Text, Unusable, UnusableRowError
 from fsdptrain.data.sft_masks import ConversationEncoder
+from fsdptrain.data.text import plain_tokens
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message, Prompt, Sample
 

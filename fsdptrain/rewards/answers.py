@@ -1,11 +1,24 @@
 """Extraction of final answers from responses."""
 
+from fsdptrain.types import Prompt
+
 OPEN, CLOSE = "<answer>", "</answer>"
+THINK, THOUGHT = "<think>", "</think>"
 BOXED = "\\boxed{"
 
 
+def spoken(prompt: Prompt, response: str) -> str:
+    """Return the response after its last thought, up to one that does not end. The prompt may open the first thought.
+
+    All rewards look for the answer in this text.
+    """
+    opened = prompt.text.rstrip().endswith(THINK)
+    _, ended, rest = response.rpartition(THOUGHT)
+    return "" if opened and not ended else rest.partition(THINK)[0]
+
+
 def extract_answer(text: str) -> str:
-    """Return the last <answer>...</answer>, else the last \\boxed{...}, else the whole text, stripped."""
+    """Return the last <answer>...</answer> of `spoken` text, else the last \\boxed{...}, else all of it, stripped."""
     found = find_answer(text)
     return text.strip() if found is None else found
 

@@ -11,7 +11,7 @@ The names `responses` and `completions` select the last two. All may be async.
 
 import inspect
 from asyncio import CancelledError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -82,12 +82,18 @@ class RewardCalls:
         """Convert the value of a call."""
         if not self.is_batched:
             return [self._outcome(value)]
-        if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != num_samples:
-            what = f"{len(value)} values" if isinstance(value, list | tuple) else f"{value!r:.80}"
+        try:
+            values = (
+                list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) else None
+            )
+        except Exception as error:  # noqa: BLE001  # a generator of the user
+            return [reason(error)] * num_samples
+        if values is None or len(values) != num_samples:
+            what = f"{value!r:.80}" if values is None else f"{len(values)} values"
             return [
                 f"the reward returned {what}{WRONG}list with one value for each of {num_samples} samples"
             ] * num_samples
-        return [self._outcome(each) for each in value]
+        return [self._outcome(each) for each in values]
 
     def _outcome(self, value: Any) -> Outcome:
         try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fsdptrain.errors import RewardError
 from fsdptrain.rewards import sandbox
-from fsdptrain.rewards.answers import find_answer
+from fsdptrain.rewards.answers import find_answer, spoken
 from fsdptrain.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def code(prompt: Prompt, response: str) -> Mapping[str, float] | None:
     """
     if prompt.label is None:
         return None
-    tests, program = parse_tests(prompt.label), extract_code(response)
+    tests, program = parse_tests(prompt.label), extract_code(spoken(prompt, response))
     passed, deadline = 0, time.monotonic() + ALL_TESTS_S
     for test in tests if program else []:
         time_left = deadline - time.monotonic()

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from fsdptrain.errors import RewardError
-from fsdptrain.rewards.answers import extract_answer
+from fsdptrain.rewards.answers import extract_answer, spoken
 from fsdptrain.types import Prompt
 
 TAGGED = re.compile(r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL)
@@ -12,15 +13,29 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def exact(prompt: Prompt, response: str) -> float | None:
-    """1 if the answer equals the label exactly, ignoring surrounding whitespace, else 0."""
-    return None if prompt.label is None else float(extract_answer(response) == str(prompt.label).strip())
+    """1 if the answer equals the label, or one of a list of labels, else 0; None without a label.
+
+    Texts are equal up to surrounding whitespace; a label that is a number, not a text, equals the answer as a number.
+    """
+    labels = prompt.label if isinstance(prompt.label, list | tuple) else [prompt.label]
+    labels = [label for label in labels if label is not None and label != ""]
+    answer = extract_answer(spoken(prompt, response))
+    return float(any(_equal(answer, label) for label in labels)) if labels else None
+
+
+def _equal(answer: str, label: Any) -> bool:
+    if isinstance(label, int | float) and not isinstance(label, bool):
+        try:
+            return float(answer) == label
+        except ValueError:
+            return False
+    return answer == str(label).strip()
 
 
 def format_tags(prompt: Prompt, response: str) -> float:
     """1 if the response is <think>...</think><answer>...</answer> and nothing else, each tag once, else 0.
 
-    The chat template may already open <think> at the end of the prompt. Tags must not be special tokens of the
-    tokenizer, which are removed from the text.
+    The chat template may already open <think> at the end of the prompt.
     """
     if prompt.text.rstrip().endswith("<think>"):
         response = "<think>" + response

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdptrain.algo.correct import is_correct
-from fsdptrain.rewards.answers import extract_answer
+from fsdptrain.rewards.answers import extract_answer, spoken
 from fsdptrain.types import Prompt
 
 
@@ -17,7 +17,7 @@ def reasoning_gym(prompt: Prompt, response: str) -> float:
     """
     task, entry = prompt.metadata["task"], prompt.metadata["entry"]
     try:
-        return float(_task_reward(task)(extract_answer(response), entry))
+        return float(_task_reward(task)(extract_answer(spoken(prompt, response)), entry))
     except (ValueError, TypeError, LookupError, ArithmeticError):
         return 0.0
 

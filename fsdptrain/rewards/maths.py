@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from fsdptrain.rewards.answers import find_answer
+from fsdptrain.rewards.answers import find_answer, spoken
 from fsdptrain.types import Prompt
 
 MATH_TIMEOUT = 5  # [s] per parse and per comparison
@@ -20,8 +20,9 @@ def math(prompt: Prompt, response: str) -> float | None:
     label = _parse_math(text, marked=True)
     if not label:
         return None
-    answer = find_answer(response)
-    parsed = _parse_math(response, marked=False) if answer is None else _parse_math(answer, marked=True)
+    text = spoken(prompt, response)
+    answer = find_answer(text)
+    parsed = _parse_math(text, marked=False) if answer is None else _parse_math(answer, marked=True)
     return float(verify(label, parsed, timeout_seconds=_math_timeout()))
 
 

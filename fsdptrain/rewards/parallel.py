@@ -90,9 +90,9 @@ class ParallelReward:
             runner.close()
 
     def check(self, prompts: Sequence[Prompt], *, call: bool) -> list[str]:
-        """Check that the signatures allow the calls. With `call`, also call each reward of the user with `prompts[0]`.
+        """Check that the signatures allow the calls. With `call`, also call each reward of the user with the prompts.
 
-        The response is empty. Returns a line for each reward that cannot score it. Raises ConfigError if a signature
+        Responses are the labels. Returns a line for each reward that can score none. Raises ConfigError if a signature
         does not fit, or if a reward returns a value of a wrong type.
         """
         lines: list[str] = []
@@ -101,12 +101,15 @@ class ParallelReward:
                 check_signature(runner.reward, prompt)
             if not call or not prompts or _is_ours(runner.reward.function):
                 continue
-            [outcome] = runner.run([(prompts[0], "")], LostTime(self._patience))
-            if isinstance(outcome, str):
-                line = f"{runner.reward.where}, called with the first row and an empty response: {outcome}"
-                if WRONG in outcome and outcome.removeprefix("TypeError: ").startswith("the reward returned"):
-                    raise ConfigError(line)
-                lines.append(f"{line}; a response that cannot be scored is left out of training")
+            trials = [(prompt, "" if prompt.label is None else str(prompt.label)) for prompt in prompts]
+            outcomes = runner.run(trials, LostTime(self._patience))
+            reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
+            for text in reasons:
+                if WRONG in text and text.removeprefix("TypeError: ").startswith("the reward returned"):
+                    raise ConfigError(f"{runner.reward.where}, called with rows and their labels as responses: {text}")
+            if len(reasons) == len(outcomes):
+                where = f"{runner.reward.where} scores none of {len(trials)} rows with their labels as responses"
+                lines.append(f"{where}: {reasons[0]}")
         return lines
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:

@@ -9,7 +9,7 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.loop import TrainingLoop
-from fsdptrain.trainer.samples.single_turn import response_text
+from fsdptrain.trainer.samples.single_turn import text_of
 from fsdptrain.trainer.samples.source import own_share
 
 
@@ -40,6 +40,6 @@ def generate_texts(
         made = [make_prompt(row, loop.tokenizer, data=data) for row in rows]
     with raise_on_all_ranks(RolloutError, "generate"):
         completions = engine.generate(own_share(made), sampling)
-        texts = [response_text(loop.tokenizer, completion) for completion in completions]
+        texts = [text_of(completion, loop.tokenizer) for completion in completions]
     everywhere = [text for of_rank in gather(texts) for text in of_rank]
     return [everywhere[i : i + num_samples] for i in range(0, len(everywhere), num_samples)]

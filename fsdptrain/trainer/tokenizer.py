@@ -21,6 +21,7 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTo
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
         )
+    tokenizer.clean_up_tokenization_spaces = False  # it changes the text of tokenizers that are not BPE
     largest, size = _largest_used_id(tokenizer), getattr(config.get_text_config(), "vocab_size", None)
     if size is not None and largest >= size:
         raise CheckpointError(

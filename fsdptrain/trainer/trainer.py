@@ -150,7 +150,7 @@ class Trainer:
 
         prompts: one prompt or several; text, or messages of a conversation. They get the run's system prompt.
         max_tokens, temperature: those of the rollouts by default.
-        Returns `num_samples` texts per prompt, without special tokens.
+        Returns `num_samples` texts per prompt, without the tokens that ended them.
         Raises ConfigError if the run has no engine.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))

@@ -8,6 +8,7 @@ from fsdptrain.agents.calls import ModelCall
 from fsdptrain.agents.prompts import CallRenderer, assistant_message
 from fsdptrain.agents.record import AnsweredCall, Record, conversation_of, samples_of
 from fsdptrain.config import DataConfig
+from fsdptrain.data.text import response_text
 from fsdptrain.types import Completion, Prompt
 from tests.testing import tiny_tokenizer
 
@@ -31,7 +32,7 @@ class Agent:
     def call(self, messages, tokens=(65, END), **fields):
         call = ModelCall(messages=messages, **fields)
         ids, parent, conversation = self.renderer.prompt_of(call, self.record)
-        text = self.renderer.text_of(tokens)
+        text = response_text(tokens, self.renderer.tokenizer, stopped=tokens[-1] == END)
         number = (len(self.record.calls), 0)
         content, tools = self.renderer.tool_calls_of(text, tokens, call, ids, number=number)
         message = assistant_message(content, tools)
@@ -141,9 +142,9 @@ def test_every_sampled_token_is_trained_once_with_its_logprob_whatever_the_calls
 def test_a_response_is_cut_at_a_stop_text_after_the_token_that_completes_it():
     renderer = CallRenderer(TOKENIZER, DataConfig())
     ids = TOKENIZER("one. two")["input_ids"]
-    assert renderer.until_stop(ids, [". t", "x"]) == (len("one. t"), "one", True)
-    assert renderer.until_stop(ids, ["three"]) == (len(ids), "one. two", False)
-    assert renderer.until_stop(ids, []) == (len(ids), "one. two", False)
+    assert renderer.until_stop(ids, [". t", "x"], stopped=False) == (len("one. t"), "one", True)
+    assert renderer.until_stop(ids, ["three"], stopped=False) == (len(ids), "one. two", False)
+    assert renderer.until_stop(ids, [], stopped=False) == (len(ids), "one. two", False)
 
 
 def test_an_episode_without_calls_has_nothing_to_train():

@@ -55,7 +55,7 @@ def flags(*values: str) -> Prepare:
 BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
     (tokenizer_of_another_model, ["--hf-checkpoint", "its tokenizer uses token id 260", "200 tokens"]),
-    (flags("--reward", "tests.e2e.rewards:exits"), ["--reward could not score", "SystemExit: 0 (rewards.py:"]),
+    (flags("--reward", "tests.e2e.rewards:exits"), ["scores none of", "SystemExit: 0 (rewards.py:"]),
     (flags("--loss", "tests.e2e.losses:exits"), ["ended before its end by SystemExit: 0 (losses.py:"]),
     (flags("--loss", "tests.e2e.losses:not_finite"), ["nothing was trained", "all 2 optimizer steps", "--loss"]),
     (flags("--rollout-max-prompt-len", "3"), ["--rollout-max-prompt-len"]),

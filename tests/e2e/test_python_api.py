@@ -43,6 +43,10 @@ def vowels(prompt: Any, response: str) -> float:
     return sum(letter in "aeiou" for letter in response) + len(response) / 10
 
 
+def consonants(prompt: Any, response: str) -> float:
+    return -vowels(prompt, response)
+
+
 class Speaker(Callback):
     """Generates and evaluates before the optimizer steps, and notes whether the engine has no weights then."""
 
@@ -157,7 +161,7 @@ def test_the_result_has_the_history_the_last_evaluation_and_the_model(checkpoint
 
 def test_an_open_run_generates_and_evaluates_with_the_weights_before_and_after_training(checkpoint, tmp_path):
     run = config(checkpoint, tmp_path, lr=1e-2, eval_size=2, eval_interval=1000)
-    with Trainer(run, reward=vowels, dataset=ROWS) as trainer:
+    with Trainer(run, reward=consonants, dataset=ROWS) as trainer:
         greedy = {"max_tokens": 6, "temperature": 0.0}
         before = trainer.generate("hello", **greedy)
         assert trainer.generate(["hello", [{"role": "user", "content": "hello"}]], **greedy) == [*before, *before]
@@ -168,7 +172,7 @@ def test_an_open_run_generates_and_evaluates_with_the_weights_before_and_after_t
         assert trainer.evaluate() == result.evaluation
         assert trainer.tokenizer.chat_template
         weights = {name: local_shard(weight).detach().clone() for name, weight in trainer.model.named_parameters()}
-    closed = Trainer(run, reward=vowels, dataset=ROWS)  # opens with the checkpoint that the run has left
+    closed = Trainer(run, reward=consonants, dataset=ROWS)  # opens with the checkpoint that the run has left
     again = {name: local_shard(weight) for name, weight in closed.model.named_parameters()}
     assert weights.keys() == again.keys()
     assert all(torch.equal(weights[name], again[name]) for name in weights)

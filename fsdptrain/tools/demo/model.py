@@ -22,10 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per printable character, and one for each of the words.
-
-    Words, such as tags, are not special tokens, because these are removed from the text that the reward gets.
-    """
+    """Return a tokenizer with one token per printable character, and one for each of the words."""
     special = ["<|pad|>", "<|unk|>", "<|end|>", "<|user|>", "<|assistant|>"]
     vocab = {token: index for index, token in enumerate([*special, *string.printable[:95], "\n"])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))

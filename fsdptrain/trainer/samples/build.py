@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_TRIALS = 3  # rows with which rewards are called before the model is loaded
+
 # imported when a run has an agent
 AGENT_SAMPLER = registry.Table[Callable[..., Sampler]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
 
@@ -50,14 +53,16 @@ def open_rewards(
         rewards = build_parallel(config, reward)
         stack.callback(rewards.close)
         stream = data.stream
-        first = make_prompt(stream.rows[0], stream.tokenizer, data=stream.data, processor=stream.processor)
-        prompts = [first, *data.prompts[:1]]
+        rows = [stream.rows[index] for index in range(min(_TRIALS, len(stream.rows)))]
+        make = partial(make_prompt, tokenizer=stream.tokenizer, data=stream.data, processor=stream.processor)
+        prompts = [*map(make, rows), *data.prompts[:1]]
         if environment is not None:
             episode = Episode((), None, done=True)
             prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
-        lines = rewards.check(prompts, call=dist.get_rank() == 0)
-    for line in lines:
-        log.warning("%s", line)
+        for line in rewards.check(prompts, call=dist.get_rank() == 0):
+            if environment is None and config.reward.max_unscored_fraction < 1.0:  # here no episode was played
+                raise ConfigError(f"{line}; mend it, or leave such samples out by --max-unscored-fraction 1")
+            log.warning("%s", line)
     return rewards
 
 

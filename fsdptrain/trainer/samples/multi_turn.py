@@ -21,7 +21,7 @@ from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
-from fsdptrain.trainer.samples.single_turn import GenerationRound, generate_with, response_text, rollout_errors
+from fsdptrain.trainer.samples.single_turn import GenerationRound, generate_with, rollout_errors, text_of
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams, Turn
 
 ROLES = ("user", "tool", "system")  # roles of an observation; `assistant` is the model
@@ -165,7 +165,7 @@ class MultiTurn:
     def _take_turn(self, active: Sequence[Conversation], completions: Sequence[Completion], *, seed: int) -> None:
         """Apply one turn of the model and of the environment to each active episode."""
         for episode, completion in zip(active, completions, strict=True):
-            episode.add_completion(completion, response_text(self.tokenizer, completion))
+            episode.add_completion(completion, text_of(completion, self.tokenizer))
         turns = self.threads.run([self._step(episode, seed) for episode in active])
         for episode, turn in zip(active, turns, strict=True):
             if isinstance(turn, Exception):

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.data.text import response_text
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import RolloutEngine
@@ -101,15 +102,15 @@ class SingleTurn:
                 completions = generate_with(self.engine, in_flight=in_flight)(prompts, sampling)
             with watch("reward"):
                 asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
-                texts = [response_text(self.tokenizer, completion) for completion in completions]
+                texts = [text_of(completion, self.tokenizer) for completion in completions]
                 results = compute_rewards(self.reward, asked, texts)
                 samples = [make_sample(*row) for row in zip(asked, completions, results.results, strict=True)]
                 return GenerationRound(samples, asked, texts, results)
 
 
-def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
-    """Decode the response for rewards and environments, without special tokens."""
-    return str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+def text_of(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the response for rewards and environments."""
+    return response_text(completion.token_ids, tokenizer, stopped=completion.finish_reason == "stop")
 
 
 def make_sample(prompt: Prompt, completion: Completion, result: RewardResult) -> Sample:

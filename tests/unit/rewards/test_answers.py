@@ -4,7 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.rewards.answers import extract_answer, find_answer
+from fsdptrain.rewards.answers import extract_answer, find_answer, spoken
+from fsdptrain.rewards.code import code
+from fsdptrain.rewards.functions import exact
+from fsdptrain.rewards.maths import math
+from fsdptrain.types import Prompt
 
 
 @pytest.mark.parametrize(
@@ -37,3 +41,48 @@ def test_the_last_tag_is_found_in_any_text(before: str, answer: str) -> None:
 @given(st.text(alphabet="\\boxed{}a ", max_size=40))
 def test_an_answer_is_stripped_text(text: str) -> None:
     assert extract_answer(text) == extract_answer(text).strip()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "answer"),
+    [
+        ("?", "hm</think>4", "4"),
+        ("?", "<think>hm</think> 4", "4"),
+        ("?", "<answer>4</answer>? no</think>5", "5"),
+        ("?", "<think>4", ""),
+        ("? <think>\n", "4", ""),
+        ("? <think>\n", "3?</think>4", "4"),
+        ("?", "<think>a</think>3<think>b</think><answer>4</answer>", "4"),
+        ("?", "4 <think>or 5", "4"),
+        ("?", "just 4", "just 4"),
+    ],
+)
+def test_no_reward_looks_for_the_answer_in_a_thought(prompt: str, response: str, answer: str) -> None:
+    asked = Prompt("a", [1], prompt, label="4")
+    assert extract_answer(spoken(asked, response)) == answer
+    assert exact(asked, response) == (answer == "4")
+    assert math(asked, response) == (answer in ("4", "just 4"))
+    program = Prompt("a", [1], prompt, label="assert f() == 4")
+    assert code(program, response.replace("4", "\n```python\ndef f(): return 4\n```\n"))["reward"] == ("4" in answer)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("label", "right", "wrong"),
+    [
+        (["4", "four"], ["4", "four"], ["five", ""]),
+        (42.0, ["42", "42.0", " 42 "], ["43", "x"]),
+        (42, ["42", "42.0"], ["4.2e", "nan"]),
+        ("007", ["007"], ["7"]),
+        ([7, "seven"], ["7", "7.0", "seven"], ["8"]),
+        (True, ["True"], ["1"]),
+    ],
+)
+def test_exact_takes_one_of_several_labels_and_numbers_as_numbers(label: object, right: list, wrong: list) -> None:
+    prompt = Prompt("a", [1], "?", label=label)
+    assert [exact(prompt, text) for text in right] == [1.0] * len(right)
+    assert [exact(prompt, text) for text in wrong] == [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize("label", [None, "", [], [""]])
+def test_exact_cannot_score_a_row_without_a_label(label: object) -> None:
+    assert exact(Prompt("a", [1], "?", label=label), "") is None

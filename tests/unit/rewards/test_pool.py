@@ -14,13 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rewards import local, parallel
 from fsdptrain.rewards import pool as processes
 from fsdptrain.rewards.build import Component, WeightedSum
+from fsdptrain.rewards.calls import RewardCalls
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel, default_workers
 from fsdptrain.rewards.pool import worker_environment
 from fsdptrain.rewards.results import compute_rewards
@@ -200,6 +203,9 @@ def test_a_reward_of_lists_gets_all_samples_in_one_call() -> None:
         assert scores(rewards, ["1", "_exit"]) == [None, None]
         assert scores(rewards, ["1", "2"]) == [1.0, 2.0]
     assert results.num_unscored == 2
+    for kind in (np.array, torch.tensor, iter):
+        calls = RewardCalls(lambda prompts, responses, kind=kind: kind([1.0, 2.0]))
+        assert [one.reward for one in calls.run([(PROMPT, ""), (PROMPT, "")])] == [1.0, 2.0]  # type: ignore[union-attr]
     assert (
         results.first_error == "the reward returned 1 values, which is not a list with one value for each of 2 samples"
     )
@@ -223,7 +229,7 @@ def test_a_reward_in_the_form_of_trl_gets_the_columns_of_all_samples(prompt: Any
             r"--reward tests.unit.rewards.user_rewards:one_argument takes \(response: str\).*which does not",
         ),
         (of_trl, r"missing a required argument: 'answer'; the data has the columns question; write f\(prompt, resp"),
-        (list_for_one, r"list_for_one, called with the first row and an empty response: TypeError"),
+        (list_for_one, r"list_for_one, called with rows and their labels as responses: TypeError"),
         (user_rewards, "is not a function"),
     ],
 )
@@ -232,13 +238,13 @@ def test_a_wrong_signature_is_an_error_before_the_first_rollout(reward: Any, mes
         rewards.check([with_metadata(question="?")], call=True)
 
 
-def test_a_reward_that_cannot_score_an_empty_response_is_reported_by_one_rank() -> None:
+def test_a_reward_that_can_score_no_label_is_reported_by_one_rank() -> None:
     with pool(obedient, 0) as rewards:
         assert rewards.check([PROMPT], call=False) == []
         [line] = rewards.check([PROMPT], call=True)
     with pool(says_what_it_is_not, 0) as rewards:
         assert len(rewards.check([PROMPT], call=True)) == 1
-    assert line.startswith(f"{OBEDIENT}, called with the first row and an empty response: ValueErr")
+    assert line.startswith(f"{OBEDIENT} scores none of 1 rows with their labels as responses: ValueErr")
 
 
 @pytest.mark.parametrize("module", ["tests", "__main__"])
