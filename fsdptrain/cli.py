@@ -7,10 +7,8 @@ with code 2. Ctrl-C exits silently with code 130.
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fsdptrain import __version__
 from fsdptrain.config.flags import asks_for_help, resolve
 from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.quiet import silence_libraries
@@ -45,19 +43,15 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _command(argv)
     except FsdptrainError as error:
-        return _report(error)
+        from fsdptrain.launch.failures import failure_of, report_failure
+
+        report_failure(failure_of(error, rank=0))
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `fsdptrain --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _report(error: FsdptrainError) -> int:
-    from fsdptrain.launch.failures import failure_of, report_failure
-
-    report_failure(failure_of(error, rank=0))
-    return 2
 
 
 def _command(argv: Sequence[str]) -> int:
@@ -83,7 +77,9 @@ def train(argv: Sequence[str]) -> int:
     if asks_for_help(argv) or "--help-all" in argv:
         return _show_help(argv)
     if "--version" in argv:
-        return _print_version()
+        from fsdptrain.help_text import print_version
+
+        return print_version()
     resolved = resolve(argv)
     if resolved.config.launch.dry_run:
         from fsdptrain.dry_run import dry_run
@@ -104,19 +100,6 @@ def _show_help(argv: Sequence[str]) -> int:
     from fsdptrain.help_text import print_run_help
 
     print_run_help(argv, COMMANDS)
-    return 0
-
-
-def _print_version() -> int:
-    """Print the versions of fsdptrain and of the packages that results depend on, without importing them."""
-    found = {}
-    for name in ("torch", "transformers", "vllm"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    others = ", ".join(f"{name} {number}" for name, number in found.items())
-    sys.stdout.write(f"fsdptrain {__version__} ({others}, Python {sys.version.split()[0]})\n")
     return 0
 
 

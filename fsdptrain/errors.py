@@ -1,14 +1,4 @@
-"""Exception hierarchy.
-
-    FsdptrainError
-    ├── ConfigError          a flag, a recipe key, or a combination of them is invalid
-    ├── CheckpointError      a model or training checkpoint is missing, corrupt or of another model
-    ├── DataError            a data set, a column or a row is unusable
-    ├── RewardError          too many samples could not be scored
-    ├── RolloutError         an engine failed or exceeded its deadline
-    ├── MemoryPlanError      the run does not fit into memory
-    ├── NumericsError        trainer and stock model disagree, or gradients are non-finite too often
-    └── RankError            other ranks are unreachable
+"""Exceptions.
 
 The command line prints the message as one line and exits with code 2. A message names the flag or file, the value and
 the fix.

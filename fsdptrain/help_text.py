@@ -4,8 +4,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args, get_origin
 
+from fsdptrain import __version__
 from fsdptrain.config.flags import RECIPE, Option, config_options
 from fsdptrain.config.keys import all_keys, all_sections
 from fsdptrain.errors import ConfigError
@@ -68,6 +70,19 @@ def print_run_help(argv: Sequence[str], commands: Mapping[str, str]) -> None:
         return
     listed = "\n".join(f"  {name:<9} {line}" for name, line in commands.items())
     sys.stdout.write(SHORT.format(commands=listed) + "\n")
+
+
+def print_version() -> int:
+    """Print the versions of fsdptrain and of the packages that results depend on, without importing them."""
+    found = {}
+    for name in ("torch", "transformers", "vllm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    others = ", ".join(f"{name} {number}" for name, number in found.items())
+    sys.stdout.write(f"fsdptrain {__version__} ({others}, Python {sys.version.split()[0]})\n")
+    return 0
 
 
 def print_topic(word: str) -> None:

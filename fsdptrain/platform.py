@@ -159,18 +159,6 @@ def set_device_rng_state(state: torch.Tensor) -> None:
         torch.get_device_module(device_type()).set_rng_state(state)
 
 
-@contextmanager
-def preserve_rng_state() -> Iterator[None]:
-    """Restore torch's RNG states on exit, regardless of draws and seeding inside."""
-    state, of_device = torch.get_rng_state(), device_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        if of_device is not None:
-            set_device_rng_state(of_device)
-
-
 def set_deterministic(enabled: bool) -> None:
     """Select deterministic kernels. Operations without one raise an error."""
     if enabled:

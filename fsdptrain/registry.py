@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
-from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -78,13 +77,6 @@ def given_objects(objects: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _GIVEN.reset(token)
-
-
-def path_of(given: Any) -> str:
-    """Return `module:name` of a function or a class; of a partial, that of its function; else that of its class."""
-    given = given.func if isinstance(given, partial) else given
-    named = given if hasattr(given, "__qualname__") else type(given)
-    return f"{named.__module__}:{named.__qualname__}"
 
 
 def import_attribute(path: str, *, flag: str) -> Any:

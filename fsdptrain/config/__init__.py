@@ -15,37 +15,28 @@ other value the key. Optional folders and plug-ins add sections: see `keys.all_s
 Nothing here imports torch, so `fsdptrain --help` starts fast.
 """
 
-from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
+from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.config.checks import check_processes, check_world_size
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
-from fsdptrain.config.flags import Resolved, resolve
-from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
-from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
+from fsdptrain.config.flags import resolve
+from fsdptrain.config.model import FsdpConfig, OptimConfig
+from fsdptrain.config.rollout import RolloutConfig
 from fsdptrain.config.root import Config
-from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
+from fsdptrain.config.run import LogConfig
 from fsdptrain.config.section import Section
 from fsdptrain.config.written import to_yaml
 
 __all__ = [
     "AlgorithmConfig",
-    "BatchConfig",
     "Config",
     "DataConfig",
     "EnvironmentConfig",
     "FsdpConfig",
-    "LaunchConfig",
     "LogConfig",
-    "ModelConfig",
     "OptimConfig",
-    "RefConfig",
-    "Resolved",
     "RewardConfig",
     "RolloutConfig",
-    "RunConfig",
     "Section",
-    "SelectionConfig",
-    "ShapingConfig",
-    "SyncConfig",
     "check_processes",
     "check_world_size",
     "resolve",

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -120,42 +120,13 @@ def all_keys() -> Mapping[str, Key]:
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert mixed sections and flat keys to flat keys. Raises ConfigError for unknown or repeated keys."""
-    flat: dict[str, Any] = {}
-    for key, value in _pairs(values):
-        if key.flat in flat:
-            raise ConfigError(f"{key.section}.{key.name} is given twice, in its section and flat: give it once")
-        flat[key.flat] = value
-    return flat
-
-
-def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
     keys, sections = all_keys(), all_sections()
-    for key, value in values.items():
-        is_section = key in sections and (isinstance(value, Mapping | Section) or key not in keys)
-        if is_section:
-            yield from ((Key(sections[key], name), v) for name, v in _fields_of(key, value).items())
-        elif key in keys:
-            yield keys[key], value
-        else:
-            raise ConfigError(f"unknown key {str(key)!r}{advice(str(key), [*keys, *sections])}")
+    has_sections = any(key in sections and isinstance(value, Mapping | Section) for key, value in values.items())
+    if not has_sections and values.keys() <= keys.keys():
+        return dict(values)
+    from fsdptrain.config.flatten import flatten_sections
 
-
-def _fields_of(section: str, value: Any) -> dict[str, Any]:
-    cls = all_sections()[section]
-    if isinstance(value, cls):
-        return {name: v for name, v in value if name in value.model_fields_set}
-    if value is None:
-        return {}  # empty `model:` in YAML
-    known = list(cls.model_fields)
-    if not isinstance(value, Mapping):
-        example = f"{{{known[0]}: {cls.model_fields[known[0]].default!r}}}"
-        raise ConfigError(f"{section!r} is a section, it takes a mapping such as {example}, got {value!r}")
-    for name in value:
-        if name not in known:
-            translated = translation(f"{section}.{name}")  # verl and OpenRLHF have a section data, too
-            advised = f": {translated}" if translated else advice(str(name), known)
-            raise ConfigError(f"unknown key {str(name)!r} in section {section!r}{advised}")
-    return dict(value)
+    return flatten_sections(values)
 
 
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:

@@ -118,13 +118,6 @@ class Config(BaseModel):
         changed = {flat: self.value(flat) for flat in all_keys() if flat != "algorithm" and self.is_set(flat)}
         return {**algorithm, **changed}
 
-    @property
-    def given_values(self) -> dict[str, Any]:
-        """`changed_values`, and options that were set to their default, by flat key."""
-        preset = preset_values(self.algorithm.algorithm, self.algorithm.loss)
-        was_set = {flat for flat, key in all_keys().items() if key.name in self.named(key.section).model_fields_set}
-        return self.changed_values | {flat: self.value(flat) for flat in was_set - preset.keys()}
-
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{flat}={value!r}' for flat, value in self.changed_values.items())})"
 

@@ -28,7 +28,11 @@ def run(config: Config, argv: Sequence[str]) -> int:
         from fsdptrain.launch.ranks import run_as_rank
 
         return run_as_rank(config, variables.rank)
-    nproc = config.launch.nproc_per_node or _number_of_devices()
+    nproc = config.launch.nproc_per_node
+    if nproc is None:
+        from fsdptrain.platform import device_count
+
+        nproc = device_count()
     if nproc > 1:
         from fsdptrain.config import check_world_size
 
@@ -39,9 +43,3 @@ def run(config: Config, argv: Sequence[str]) -> int:
     from fsdptrain.launch.process import run_alone
 
     return run_alone(config)
-
-
-def _number_of_devices() -> int:
-    from fsdptrain.platform import device_count
-
-    return device_count()

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain import platform
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import LogprobsHead, layout_of, run_packs
+from fsdptrain.megatron.groups import preserve_rng_state
 from fsdptrain.megatron.model import build_model
 from fsdptrain.megatron.transformer_config import family_of, transformer_config
 from fsdptrain.megatron.weights import WeightMap, hub_state
@@ -42,7 +42,7 @@ def small_models(
     options: arguments of `transformer_config`. Its dtype is that of the run and is not used here.
     """
     small = small_config(config, split)
-    with platform.preserve_rng_state(), raise_on_all_ranks(ConfigError, "--backend megatron"):
+    with preserve_rng_state(), raise_on_all_ranks(ConfigError, "--backend megatron"):
         torch.manual_seed(0)  # the same on every rank
         stock = model_from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
         for parameter in stock.parameters():
@@ -69,7 +69,7 @@ def check_parity(
 def _converted(
     stock: PreTrainedModel, split: MegatronConfig, options: dict[str, Any], device: torch.device
 ) -> "GPTModel":
-    with platform.preserve_rng_state(), raise_on_all_ranks(ConfigError, "--backend megatron"):
+    with preserve_rng_state(), raise_on_all_ranks(ConfigError, "--backend megatron"):
         built = transformer_config(stock.config, split, **options)
         model = build_model(built, stock.config, spec=split.spec).to(device)
     weights = WeightMap(model, stock)

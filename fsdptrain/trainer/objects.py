@@ -1,11 +1,12 @@
 """Objects that `Trainer` gets in place of names, and the configuration that names them."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from fsdptrain import registry
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.keys import all_keys
+from fsdptrain.config.presets import preset_values
 from fsdptrain.errors import ConfigError
 
 _ARGUMENTS = {"advantage_estimator": "advantage", "rollout_engine": "engine"}  # of `Trainer`, by option
@@ -54,13 +55,27 @@ def _with_paths(config: Config, given: Mapping[str, Any]) -> Config:
             argument = _ARGUMENTS.get(flat, flat)
             flag = all_keys()[flat].flag
             raise ConfigError(f"{flag} {config.value(flat)} and Trainer({argument}=...) are both given: choose one")
-    paths = {flat: registry.path_of(found) for flat, found in given.items()}
+    paths = {flat: path_of(found) for flat, found in given.items()}
     by_path = {path: given[flat] for flat, path in paths.items()}
     for flat, path in paths.items():
         if by_path[path] is not given[flat]:
             raise ConfigError(f"Trainer(...) got two objects named {path}: give each a function with a name of its own")
-    values: dict[str, Any] = config.given_values | paths
+    values: dict[str, Any] = _set_values(config) | paths
     return Config(**values)
+
+
+def _set_values(config: Config) -> dict[str, Any]:
+    """Return the values that were set, also those that equal the default, by flat key."""
+    preset = preset_values(config.algorithm.algorithm, config.algorithm.loss)
+    was_set = {flat for flat, key in all_keys().items() if key.name in config.named(key.section).model_fields_set}
+    return config.changed_values | {flat: config.value(flat) for flat in was_set - preset.keys()}
+
+
+def path_of(instance: Any) -> str:
+    """Return `module:name` of a function or a class; of a partial, that of its function; else that of its class."""
+    instance = instance.func if isinstance(instance, partial) else instance
+    named = instance if hasattr(instance, "__qualname__") else type(instance)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _with_rows(config: Config) -> Config:

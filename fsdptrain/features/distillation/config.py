@@ -33,7 +33,11 @@ class DistillationConfig(Section):
     ] = None  # fmt: skip
     """Teacher: a checkpoint (directory or Hub name) with the tokenizer of the policy, or the URL of a vLLM server.
     Default: no distillation."""
-    loss: Literal["token", "jsd"] = "token"
+    loss: Annotated[
+        Literal["token", "jsd"],
+        Excludes("tensor_parallel_size>1", "context_parallel_size>1", fix="leave it out, or use token"),
+        Excludes("epochs_per_rollout>1", fix="set it to 1"),
+    ] = "token"
     """`token`: add opd_kl_coef * (teacher logprob - old logprob) to the advantage of each token, whose expectation is
     the negative reverse KL. `jsd`: add opd_kl_coef times the generalized Jensen-Shannon divergence of the next-token
     distributions to the loss of each token: of the teacher's opd_top_k most likely tokens, and all others together."""
@@ -64,19 +68,8 @@ class DistillationConfig(Section):
                 f"--opd-teacher {self.teacher} is not split by --tensor-parallel-size and --expert-parallel-size: "
                 "leave these out, or serve the teacher by vLLM and give its URL"
             )
-        if self.loss == "jsd":
-            yield from self._jsd_problems(config)
-        elif config.algorithm.loss == "gspo":
+        if self.loss == "token" and config.algorithm.loss == "gspo":
             yield (
                 "--opd-loss token gives each token an advantage, and --loss gspo has one ratio per sequence: use "
                 "--loss grpo, or --opd-loss jsd"
-            )
-
-    def _jsd_problems(self, config: "Config") -> Iterator[Problem]:
-        for flat in ("tensor_parallel_size", "context_parallel_size"):
-            if (config.value(flat) or 1) > 1:
-                yield f"--opd-loss jsd does not work with --{flat.replace('_', '-')}: leave it out, or use token"
-        if config.batch.epochs_per_rollout > 1:
-            yield (
-                f"--opd-loss jsd does not work with --epochs-per-rollout {config.batch.epochs_per_rollout}: set it to 1"
             )

@@ -1,0 +1,51 @@
+"""Check the files of --prompt-data before torch is imported."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptrain.config.sft import sft_options
+from fsdptrain.data.tables import folder_of, is_data_file, row_reader
+from fsdptrain.launch.inputs import image_key
+
+if TYPE_CHECKING:
+    from fsdptrain.config import Config
+
+_READ = 10 << 20  # bytes of a file: `datasets` takes the columns of its first 10 MiB too
+
+
+def check_data(config: Config, name: str, flag: str) -> None:
+    """Check that a file exists and has the columns. Does not check folders and data sets of the hub."""
+    name = name.partition("?")[0]
+    if not is_data_file(name, flag):
+        return
+    path = Path(name)
+    if first := _first_row(path):
+        images, sft = image_key(config), sft_options(config)
+        row_reader(first, config.data, where=f"{flag} {path.name}", folder=folder_of(path), image_key=images, sft=sft)
+
+
+def _first_row(path: Path) -> Mapping[str, Any] | None:
+    """Return a row with the columns of a file, the first one where it is read. None: not readable here."""
+    try:
+        if path.suffix == ".csv":
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                return dict.fromkeys(next(csv.reader(file), []), "")
+        if path.suffix in (".jsonl", ".json"):
+            return _first_json(path)
+    except (OSError, ValueError, csv.Error, RecursionError):  # the run reports it in the words of `datasets`
+        return None
+    return None
+
+
+def _first_json(path: Path) -> Mapping[str, Any] | None:
+    with path.open("rb") as file:
+        lines = file.readlines(_READ)
+    rows = [json.loads(line) for line in lines if line.strip()]
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        return None
+    return {**{name: None for row in rows for name in row}, **rows[0]}
