@@ -23,6 +23,7 @@ from fsdptrain.types import Metrics, PackedBatch, Sample
 if TYPE_CHECKING:
     from fsdptrain.data.images import PromptProcessor
     from fsdptrain.data.packing.pack import PackPlan
+    from fsdptrain.data.routes import RouteRecorder
     from fsdptrain.fsdp.mesh import Meshes
     from fsdptrain.model.probes.layout import LayoutProbe
     from fsdptrain.model.rows import Layout, Rows
@@ -31,24 +32,6 @@ if TYPE_CHECKING:
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
 ChangeWeight = Callable[[Tensor], Tensor]
 T = TypeVar("T")
-
-
-class RouteRecorder(Protocol):
-    """Records what the embedded engine's model chose while it decodes one chunk."""
-
-    def recording(self) -> AbstractContextManager[None]: ...
-
-    def read_prompts(self) -> None:
-        """Called after the forward pass over all prompts."""
-        ...
-
-    def read_tokens(self, rows: Tensor) -> None:
-        """Called after a forward pass over one token of each of `rows`."""
-        ...
-
-    def of_rows(self, num_tokens: Sequence[int]) -> list[Tensor]:
-        """[P + n - 1, layers, k] of each row, where n is its number of sampled tokens."""
-        ...
 
 
 class Packer(Protocol):

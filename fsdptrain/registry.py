@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -112,6 +112,11 @@ def suggest(name: str, known: Mapping[str, object] | list[str], *, cutoff: float
     """Return `; did you mean 'x'?`, or an empty string if no name is close. cutoff: of difflib, 0 to 1."""
     close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def unknown_name(flag: str, name: str, known: Iterable[str], path: str = "package.module:function") -> str:
+    """Return the line for a value of `flag` that is none of `known`. path: form of the names outside of the package."""
+    return f"{flag} does not know {name!r}{suggest(name, list(known))} (it takes {', '.join(known)} or {path})"
 
 
 def plugin_names(kind: str) -> list[str]:

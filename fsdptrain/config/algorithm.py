@@ -1,6 +1,6 @@
 """Sections of the path from rewards to gradients: algorithm, selection of prompts, reward shaping."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -8,12 +8,14 @@ from pydantic import Field
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, is_own
 from fsdptrain.config.rules import RL_ONLY, Fact, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
-from fsdptrain.registry import suggest
+from fsdptrain.registry import unknown_name
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-_ABOVE_0 = "set it above 0, e.g. to 0.001"
+_NEEDS_KL = Requires("kl_loss_coef", fix="set it above 0, e.g. to 0.001")
+_CORRECTS = Requires("mismatch_correction", fix="set it, e.g. tis")
+_REJECTS = Requires("mismatch_rejection", fix="set it, e.g. seq_mean_k3")
 
 
 class AlgorithmConfig(Section):
@@ -61,11 +63,9 @@ class AlgorithmConfig(Section):
     """Weighting of tokens over the whole optimizer step and all ranks."""
     kl_loss_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the KL divergence to the reference model in the loss. 0: no reference model."""
-    kl_loss_type: Annotated[
-        Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, Requires("kl_loss_coef", fix=_ABOVE_0)
-    ] = "k3"
+    kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, _NEEDS_KL] = "k3"
     """Estimator of the KL divergence. `low_var_kl`: clamped k3."""
-    use_unbiased_kl: Annotated[bool, RL_ONLY, Requires("kl_loss_coef", fix=_ABOVE_0)] = False
+    use_unbiased_kl: Annotated[bool, RL_ONLY, _NEEDS_KL] = False
     """Multiply the KL by the policy ratio, with its gradient: unbiased off-policy, also in the gradient."""
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
@@ -78,22 +78,16 @@ class AlgorithmConfig(Section):
     ] = "none"
     """Weight the loss by the ratio of trainer to engine; outside the bounds truncated (tis) or dropped (mis,
     icepop)."""
-    mismatch_low: Annotated[float | None, RL_ONLY, Requires("mismatch_correction", fix="set it, e.g. tis")] = Field(
-        default=None, ge=0.0, le=1.0
-    )
+    mismatch_low: Annotated[float | None, RL_ONLY, _CORRECTS] = Field(default=None, ge=0.0, le=1.0)
     """Lower bound of the mismatch ratio. Default: tis 0, mis and icepop 0.5, mis_sequence 0.99."""
-    mismatch_high: Annotated[float | None, RL_ONLY, Requires("mismatch_correction", fix="set it, e.g. tis")] = Field(
-        default=None, ge=1.0
-    )
+    mismatch_high: Annotated[float | None, RL_ONLY, _CORRECTS] = Field(default=None, ge=1.0)
     """Upper bound of the mismatch ratio. Default: tis and mis 2, icepop 5, mis_sequence 1.01."""
     mismatch_rejection: Annotated[Literal[
         "none", "token_k1", "token_k3", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3",
     ], RL_ONLY] = "none"  # fmt: skip
     """Drop tokens, or sequences by their mean or sum over tokens, where this estimate of the KL divergence of
     engine to trainer exceeds --mismatch-rejection-max. Can be combined with any --mismatch-correction."""
-    mismatch_rejection_max: Annotated[
-        float | None, RL_ONLY, Requires("mismatch_rejection", fix="set it, e.g. seq_mean_k3")
-    ] = Field(default=None, gt=0.0)
+    mismatch_rejection_max: Annotated[float | None, RL_ONLY, _REJECTS] = Field(default=None, gt=0.0)
     """Bound of --mismatch-rejection, e.g. 0.01 for seq_mean_k3. [nats]"""
 
     @property
@@ -140,7 +134,7 @@ class AlgorithmConfig(Section):
                 f"{self.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"
             )
         if not own and self.advantage_estimator not in ADVANTAGE_SCALES:
-            yield _unknown("--advantage-estimator", self.advantage_estimator, ADVANTAGE_SCALES)
+            yield unknown_name("--advantage-estimator", self.advantage_estimator, ADVANTAGE_SCALES)
 
     def _loss_problems(self, config: "Config") -> Iterator[Problem]:
         """Report options that the loss does not read, or that have no effect on-policy."""
@@ -148,7 +142,7 @@ class AlgorithmConfig(Section):
             return
         options = LOSS_OPTIONS.get(self.loss)
         if options is None:
-            yield _unknown("--loss", self.loss, LOSS_OPTIONS)
+            yield unknown_name("--loss", self.loss, LOSS_OPTIONS)
             return
         if self.loss == "sft":
             yield "--loss sft learns from labels, not from rewards: use --algorithm sft, or choose another loss"
@@ -200,8 +194,3 @@ class ShapingConfig(Section):
     in DAPO. [tokens]"""
     mask_truncated: Annotated[bool, RL_ONLY] = False
     """Exclude truncated responses from the loss and its denominators; their rewards stay in the baseline."""
-
-
-def _unknown(flag: str, name: str, table: Mapping[str, object]) -> str:
-    takes = f"it takes {', '.join(table)} or package.module:function"
-    return f"{flag} does not know {name!r}{suggest(name, table)} ({takes})"

@@ -20,7 +20,7 @@ from fsdptrain.config.rules import (
     Requires,
 )
 from fsdptrain.config.section import Section
-from fsdptrain.registry import suggest
+from fsdptrain.registry import unknown_name
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -132,8 +132,7 @@ class OptimConfig(Section):
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not is_own(self.optimizer) and self.optimizer not in OPTIMIZERS:
-            takes = f"it takes {', '.join(OPTIMIZERS)} or package.module:function"
-            yield f"--optimizer does not know {self.optimizer!r}{suggest(self.optimizer, OPTIMIZERS)} ({takes})"
+            yield unknown_name("--optimizer", self.optimizer, OPTIMIZERS)
         if self.offload_optimizer and self.optimizer != "adamw":
             yield (
                 f"--offload-optimizer does not work with --optimizer {self.optimizer}, only with adamw: leave one of "

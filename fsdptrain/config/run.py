@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, NEUTRAL, REFUSED, RL_ONLY, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
-from fsdptrain.registry import plugin_names, suggest
+from fsdptrain.registry import plugin_names, unknown_name
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -99,12 +99,9 @@ class LogConfig(Section):
     also on the console."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
-        others = [name for name in self.to if name not in LOGGER_NAMES and ":" not in name]
-        known = [*LOGGER_NAMES, *plugin_names("loggers")] if others else []
-        for name in others:
-            if name not in known:
-                takes = f"it takes {', '.join(known)} or package.module:name"
-                yield f"--log-to does not know {name!r}{suggest(name, known)} ({takes})"
+        for name in self.to:
+            if name not in LOGGER_NAMES and ":" not in name and name not in plugin_names("loggers"):
+                yield unknown_name("--log-to", name, [*LOGGER_NAMES, *plugin_names("loggers")], "package.module:name")
         if len(set(self.to)) < len(self.to):
             yield f"--log-to names a logger twice: {', '.join(self.to)}"
         if all(name == "console" for name in self.to):

@@ -1,12 +1,32 @@
 """Expert routes of samples, from the routes that an engine reports."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.types import NO_ROUTE, Sample
+
+
+class RouteRecorder(Protocol):
+    """Records what the embedded engine's model chose while it decodes one chunk."""
+
+    def recording(self) -> AbstractContextManager[None]: ...
+
+    def read_prompts(self) -> None:
+        """Called after the forward pass over all prompts."""
+        ...
+
+    def read_tokens(self, rows: Tensor) -> None:
+        """Called after a forward pass over one token of each of `rows`."""
+        ...
+
+    def of_rows(self, num_tokens: Sequence[int]) -> list[Tensor]:
+        """[P + n - 1, layers, k] of each row, where n is its number of sampled tokens."""
+        ...
 
 
 def sample_routes(reported: Sequence[Tensor | None], length: int) -> Tensor | None:

@@ -44,19 +44,9 @@ class Entry:
 
 
 SECTIONS: tuple[type[Section], ...] = (
-    LoraConfig,
-    QuantizedBaseConfig,
-    VisionConfig,
-    RouterConfig,
-    ModelParallelConfig,
-    ContextParallelConfig,
-    PrefixSharingConfig,
-    ActivationMemoryConfig,
-    CompileConfig,
-    LigerConfig,
-    DistillationConfig,
-    Fp8Config,
-)
+    LoraConfig, QuantizedBaseConfig, VisionConfig, RouterConfig, ModelParallelConfig, ContextParallelConfig,
+    PrefixSharingConfig, ActivationMemoryConfig, CompileConfig, LigerConfig, DistillationConfig, Fp8Config,
+)  # fmt: skip
 FEATURES = (
     Entry("quantized_base:QuantizedBaseFeature", ("load_in_4bit",)),
     Entry("lora:LoraFeature", ("lora_rank",)),

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain.config import Config
+from fsdptrain.data.routes import RouteRecorder
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Feature, RouteRecorder
+from fsdptrain.feature import Feature
 from fsdptrain.features.moe.checks import check_replay
 from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.features.moe.load import count_choices, load_metrics, trained_tokens

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from fsdptrain.feature import NO_FEATURES, Features, RouteRecorder
+from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.truncation import Truncation
 from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from fsdptrain.data.routes import RouteRecorder
 
 _DROP_SHARE = 0.25  # of the cache: above it, finished rows are dropped
 
@@ -75,7 +78,7 @@ def decode(
     sampling: SamplingParams,
     stop_token_ids: Sequence[int],
     sync_interval: int,
-    recorder: RouteRecorder | None = None,
+    recorder: "RouteRecorder | None" = None,
     features: Features = NO_FEATURES,
 ) -> tuple[Tensor, Tensor]:
     """Continue `prompts` by up to `limit_of_row` tokens, with one row for each entry of `prompt_of_row`.
