@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from fsdptrain.checkpoints import CONFIG_FILE, PROGRESS_FILE, list_checkpoints
 from fsdptrain.checkpoints import EXPORT as EXPORT_FOLDER
-from fsdptrain.checkpoints import is_run, newest_checkpoint
 from fsdptrain.cli import is_rank_0, train
 from fsdptrain.config.flags import Option, asks_for_help, config_options, parse
 from fsdptrain.config.keys import all_keys
@@ -102,6 +102,21 @@ def export(argv: Sequence[str]) -> int:
     if is_rank_0():
         sys.stdout.write(f"the model of {checkpoint} is written to {output}\n")
     return 0
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is the folder of a run."""
+    return (path / CONFIG_FILE).is_file() and not (path / PROGRESS_FILE).is_file()
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Return the newest checkpoint of the run. Raises ConfigError if it has none."""
+    checkpoints = list_checkpoints(run)
+    if not checkpoints:
+        model = run / EXPORT_FOLDER
+        exported = f"; its exported model is {model}" if model.is_dir() else ""
+        raise ConfigError(f"{run} has no checkpoint in {run / 'checkpoints'}{exported}")
+    return checkpoints[-1]
 
 
 def evaluate(argv: Sequence[str]) -> int:

@@ -80,19 +80,6 @@ def bfloat16_reason() -> tuple[bool, str]:
     return bool(has), f"this CPU has {' and '.join(has)}" if has else f"this CPU has neither {' nor '.join(found)}"
 
 
-def device_memory() -> tuple[int, int]:
-    """Return free and total memory of this process's device, or of the host on a CPU. [bytes]"""
-    if not has_accelerator():
-        return host_memory()
-    return torch.accelerator.get_memory_info(local_device())
-
-
-def host_memory() -> tuple[int, int]:
-    """Return available and total memory of the host. [bytes]"""
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
-
-
 def peak_device_memory() -> int:
     """Return the peak memory allocated by tensors on the device since the start; 0 on a CPU. [bytes]"""
     return torch.accelerator.max_memory_allocated() if has_accelerator() else 0

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.rules import Excludes, NoEffectError, Problem, Requires, Rule
+from fsdptrain.config.rules import Column, Excludes, NoEffectError, Problem, Requires, Rule
 from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ def check_data_options(config: Config) -> None:
 
     Not part of `check`, because Python callers may pass their own data.
     """
-    _raise_first(config.data.source_problems(config))
+    names = [name for name in (config.data.prompt_data, config.data.eval_prompt_data) if name]
+    if all(name.startswith("reasoning_gym:") or name == "environment" for name in names):
+        columns = [flat for flat, key in all_keys().items() if key.marks(Column)]
+        reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
+        _raise_first(config.without_effect(columns, reason))
 
 
 def check_world_size(config: Config, world_size: int) -> None:

@@ -51,13 +51,6 @@ class DataConfig(Section):
         if self.eval_prompt_data == "environment":
             yield "--eval-prompt-data environment: remove it, prompts are held out from --prompt-data environment"
 
-    def source_problems(self, config: "Config") -> Iterator[Problem]:
-        """Yield options of columns if no data have columns."""
-        names = [name for name in (self.prompt_data, self.eval_prompt_data) if name]
-        if all(name.startswith("reasoning_gym:") or name == "environment" for name in names):
-            reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
-            yield from config.without_effect(config.columns, reason)
-
 
 class RewardConfig(Section):
     """Reward functions."""

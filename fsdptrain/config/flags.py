@@ -120,24 +120,8 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
         if negated or option.annotation is bool or (option.is_switch and not equals and not _values(rest)):
             values[key] = not negated
             continue
-        values[key] = convert(option, [attached] if equals else _take(rest, many=option.many))
+        values[key] = convert(option, [attached] if equals else take(rest, many=option.many))
     return values
-
-
-def without(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
-    """Return `argv`, which must be valid for `parse`, without `options` and their values."""
-    own = {option.flag: option for option in options.values()}
-    kept: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, _ = word.partition("=")
-        option = own.get(flag.replace("_", "-") if flag.startswith("--") else flag)
-        if option is None:
-            kept.append(word)
-        elif option.annotation is not bool and not equals:
-            _take(rest, many=option.many)
-    return kept
 
 
 def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], word: str) -> tuple[str, bool]:
@@ -163,7 +147,7 @@ def _refuse_value(option: Option, attached: str | None, rest: list[str]) -> None
         raise ConfigError(f"{shown} takes no value, got {value!r}: it is {option.flag} or {off}")
 
 
-def _take(rest: list[str], *, many: bool) -> list[str]:
+def take(rest: list[str], *, many: bool) -> list[str]:
     """Pop the values of a flag from the front of `rest`: one, or with `many` all up to the next flag."""
     tokens: list[str] = []
     while _values(rest) and (many or not tokens):

@@ -15,7 +15,7 @@ from fsdptrain.config.keys import all_keys, all_sections, build_sections, flatte
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
-from fsdptrain.config.rules import Column, Condition, Fact, NoEffectError, RankGroup
+from fsdptrain.config.rules import Condition, Fact, NoEffectError, RankGroup
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import STRICT, Section
 from fsdptrain.config.sft import SftConfig
@@ -112,11 +112,7 @@ class Config(BaseModel):
     @property
     def changed_values(self) -> dict[str, Any]:
         """The options whose values differ from the defaults and from the algorithm's preset, by flat key."""
-        algorithm = (
-            {} if self.algorithm.algorithm == AlgorithmConfig().algorithm else {"algorithm": self.algorithm.algorithm}
-        )
-        changed = {flat: self.value(flat) for flat in all_keys() if flat != "algorithm" and self.is_set(flat)}
-        return {**algorithm, **changed}
+        return {flat: self.value(flat) for flat in all_keys() if self.is_set(flat)}
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{flat}={value!r}' for flat, value in self.changed_values.items())})"
@@ -139,11 +135,6 @@ class Config(BaseModel):
 
     def _conditions_of(self, fact: Fact) -> list[str]:
         return [condition for section in self.sections for stated, condition in section.FACTS if stated is fact]
-
-    @property
-    def columns(self) -> list[str]:
-        """Flat keys of the options that name columns of the data."""
-        return [flat for flat, key in all_keys().items() if key.marks(Column)]
 
     # What the options of all sections add up to
 

@@ -12,7 +12,7 @@ import torch
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.megatron import require_megatron
+from fsdptrain.megatron.requirement import require_megatron
 
 
 class _HostTorch:

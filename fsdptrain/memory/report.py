@@ -14,6 +14,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory.estimate import Machine, count, estimate, flags_that_help
+from fsdptrain.memory.free import device_memory, host_memory
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class MemoryReport:
 def _machine() -> Machine:
     return Machine(
         num_ranks=dist.get_world_size(),
-        device=platform.device_memory()[0] if platform.has_accelerator() else None,
-        host=platform.host_memory()[0],
+        device=device_memory()[0] if platform.has_accelerator() else None,
+        host=host_memory()[0],
         has_accelerator=platform.has_accelerator(),
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE, is_run, list_checkpoints, newest_checkpoint
-from fsdptrain.config.flags import RECIPE, Option, config_options, parse, without
+from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE, list_checkpoints
+from fsdptrain.commands import is_run, newest_checkpoint
+from fsdptrain.config.flags import RECIPE, Option, config_options, parse
 from fsdptrain.config.keys import flatten
 from fsdptrain.config.recipe import read_recipe
 from fsdptrain.errors import ConfigError
 from fsdptrain.rank_variables import read_rank_variables
+from fsdptrain.tools.arguments import without
 
 ALL = 10**9  # rows
 CHECKPOINT = Option(

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.moe.config import RouterConfig
+from fsdptrain.memory.free import device_memory
 from fsdptrain.protocols import Naming
 from fsdptrain.registry import suggest
 from fsdptrain.rollout.stop_tokens import stop_tokens
@@ -255,7 +255,7 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     options |= {"seed": config.rollout.seed, "enforce_eager": not on_gpu, "enable_sleep_mode": on_gpu}
     if on_gpu:
         torch.accelerator.empty_cache()
-        options["gpu_memory_utilization"] = memory_utilization(*platform.device_memory())
+        options["gpu_memory_utilization"] = memory_utilization(*device_memory())
     options |= _parallel_options(
         args.get("tensor_parallel_size", 1), on_gpu=on_gpu, timeout_s=config.launch.dist_timeout
     )

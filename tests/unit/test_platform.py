@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.platform import _check_device, host_memory
+from fsdptrain.memory.free import host_memory
+from fsdptrain.platform import _check_device
 
 
 def test_host_memory_of_this_machine() -> None:

@@ -12,7 +12,6 @@ from fsdptrain.config.section import Section
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-CHUNK = 512  # most tokens whose logits the divergence holds at a time
 _JSD = Requires("opd_loss=jsd", fix="add --opd-loss jsd, or remove it")
 
 

@@ -15,7 +15,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
-from fsdptrain.features.distillation.config import CHUNK, DistillationConfig
+from fsdptrain.features.distillation.config import DistillationConfig
 from fsdptrain.features.distillation.divergence import TopTokens, chunked_divergence
 from fsdptrain.features.distillation.teacher import (
     TOP_IDS,
@@ -36,6 +36,7 @@ from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
 log = logging.getLogger(__name__)
 
+CHUNK = 512  # most tokens whose logits the divergence holds at a time
 LOGPROBS = "teacher_logprobs"
 DIVERGENCE = "teacher_divergence"
 

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.checks import check_world_size
-from fsdptrain.config.flags import asks_for_help, resolve, without
+from fsdptrain.config.flags import asks_for_help, resolve
 from fsdptrain.errors import ConfigError
+from fsdptrain.tools.arguments import without
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, MACHINE, check_machine, print_json, quiet_transformers
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import torch
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import MemoryPlanError
+from fsdptrain.memory import report
 from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, estimate, flags_that_help, size_of
 from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.structure import count_parameters
@@ -121,7 +122,7 @@ def test_each_named_flag_takes_less_and_states_what_is_needed_then():
 def test_a_run_that_does_not_fit_says_so_in_one_line_and_goes_on_except_with_strict(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(platform, "host_memory", lambda: (GIB, GIB))
+    monkeypatch.setattr(report, "host_memory", lambda: (GIB, GIB))
     given = config(**SFT)
     with platform.process_group(60), caplog.at_level(logging.INFO):
         memory = MemoryReport(given)
