@@ -95,7 +95,14 @@ def passes(program: str, test: Test, timeout: float) -> bool:
         job.flush()
         given.write(test.input.encode(errors="replace"))
         given.seek(0)
-        exit_code = _run(["-I", sandbox.__file__], job.fileno(), timeout, cwd=folder, stdin=given, stdout=output)
+        exit_code = _run(
+            ["-I", sandbox.__file__],
+            [job.fileno(), os.getpid(), test.code is not None],
+            timeout,
+            cwd=folder,
+            stdin=given,
+            stdout=output,
+        )
         report = os.pread(job.fileno(), 1 + len(token), 0)
         if not report or report.startswith(b"["):
             raise RewardError(f"--reward code: the sandbox did not start within {timeout:g} s (exit code {exit_code})")
@@ -107,16 +114,18 @@ def passes(program: str, test: Test, timeout: float) -> bool:
         return exit_code == 0 and _lines(printed) == _lines(test.output)
 
 
-def _run(arguments: Sequence[str], job: int, timeout: float, *, cwd: str, stdin: Any, stdout: Any) -> int | None:
+def _run(
+    arguments: Sequence[str], numbers: Sequence[int], timeout: float, *, cwd: str, stdin: Any, stdout: Any
+) -> int | None:
     """Return the exit code; None if the deadline was missed. No process of the group lives on."""
     process = subprocess.Popen(
-        [sys.executable, *arguments, str(job), str(os.getpid())],
+        [sys.executable, *arguments, *(str(int(number)) for number in numbers)],
         cwd=cwd,
         env={"OMP_NUM_THREADS": "1", **{name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}},
         stdin=stdin,
         stdout=stdout,
         stderr=subprocess.DEVNULL,
-        pass_fds=(job,),
+        pass_fds=(numbers[0],),
         start_new_session=True,
     )
     try:

@@ -1,16 +1,24 @@
 """A program that runs Python code of a model under limits. `rewards/code.py` starts it as a script with `python -I`.
 
-It reads [code, tests or null, token] as JSON from an open file and empties the file. Then it writes a byte: 0 if the
-code has its own namespaces, else the errno of the refusal. If all tests have passed, it appends the token.
+It reads [code, tests or null, token] as JSON from an open file and empties the file. It writes a byte: 0 if the code
+has its own namespaces, else the errno of the refusal. If all tests have passed, it appends the token.
+
+Tests run in a process of their own, which the code cannot reach: it is forked before the file is read, and has neither
+the file nor the token. The tests use the names of the code through a socket (`remote.py`).
 """
 
+import builtins
 import ctypes
 import json
 import os
 import resource
 import signal
+import socket
 import sys
-from types import ModuleType
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
 
 CPU_S = 10  # of each process
 MEMORY_BYTES = 2 * 2**30  # address space of each process
@@ -20,29 +28,104 @@ NUM_PROCESSES = 32  # and threads
 NUM_PROCESSES_OF_USER = 4096  # without namespaces, where those of the whole user count
 
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000  # unshare(2): user, processes, network
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _CAPABILITY_VERSION_3 = 1, 38, 0x20080522
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _CAPABILITY_VERSION_3 = 1, 4, 38, 0x20080522
 _NOBODY = 65534
 
 
-def main(descriptor: int, parent: int) -> None:
-    code, tests, token = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
-    os.ftruncate(descriptor, 0)
+def main(descriptor: int, parent: int, has_tests: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     refusal = _enter_namespaces(libc)
     _die_with_parent(libc)
     if os.getppid() != parent:  # it died before
         return
-    os.pwrite(descriptor, bytes([refusal]), 0)
     if not refusal:
         _go_on_in_child(libc)  # process 1 of the namespace: the kernel kills all others when it ends
     _go_on_in_child(libc)
-    _limit(libc, NUM_PROCESSES_OF_USER if refusal else NUM_PROCESSES)
-    name = "__main__" if tests is None else "solution"
+    num_processes = NUM_PROCESSES_OF_USER if refusal else NUM_PROCESSES
+    connection = _connect(libc, descriptor, num_processes) if has_tests else None
+    if connection is not None and sys.platform == "linux":
+        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of the user reads the memory or the files of this one
+    _limit(libc, num_processes)
+    code, tests, token = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, bytes([refusal]), 0)
+    if connection is None:
+        os.close(descriptor)
+        _run(code, "__main__")
+        return
+    program = code.encode(errors="surrogatepass")
+    connection.sendall(len(program).to_bytes(8) + program)
+    if not connection.recv(1):
+        return  # it raised or exited
+    peer = _remote().Peer(connection, None)
+    _test(tests, peer)
+    if not peer.is_gone:
+        os.pwrite(descriptor, token.encode(), 1)
+    os._exit(0)  # the handlers of the tests do not matter
+
+
+def _connect(libc: ctypes.CDLL, descriptor: int, num_processes: int) -> socket.socket:
+    """Return a socket to a new process that runs the code."""
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        return ours
+    _die_with_parent(libc)
+    ours.close()
+    os.close(descriptor)
+    _limit(libc, num_processes)
+    size = int.from_bytes(theirs.recv(8, socket.MSG_WAITALL))
+    names = _run(theirs.recv(size, socket.MSG_WAITALL).decode(errors="surrogatepass"), "solution")
+    theirs.sendall(b"1")
+    _remote().Peer(theirs, names).serve()
+    os._exit(0)
+
+
+def _run(code: str, name: str) -> dict[str, Any]:
     module = sys.modules[name] = ModuleType(name)
     exec(compile(code, "solution.py", "exec"), module.__dict__)
-    if tests is not None:
-        exec(compile(tests, "tests.py", "exec"), module.__dict__)
-        os.pwrite(descriptor, token.encode(), 1)
+    return module.__dict__
+
+
+def _test(tests: str, peer: Any) -> None:
+    """Run the tests with the names of the code. A name of Python is that of the code only if the tests use no other."""
+    compiled = compile(tests, "tests.py", "exec")
+    names = _names(compiled)
+    is_own = all(hasattr(builtins, name) for name in names)
+    solution = ModuleType("solution")
+
+    class Names(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            if hasattr(builtins, name) and not is_own:
+                raise KeyError(name)
+            try:
+                return peer.ask("get", None, name)
+            except NameError:
+                raise KeyError(name) from None
+
+    def of_solution(name: str) -> Any:
+        try:
+            return peer.ask("get", None, name)
+        except NameError:
+            raise AttributeError(name) from None
+
+    solution.__getattr__ = of_solution  # type: ignore[method-assign]
+    sys.modules["solution"] = solution
+    exec(compiled, Names(__name__="solution", __builtins__=builtins))
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the global names that the code reads, without those of its attributes' owners."""
+    return {*code.co_names}.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _remote() -> ModuleType:
+    spec = spec_from_file_location("remote", Path(__file__).with_name("remote.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _enter_namespaces(libc: ctypes.CDLL) -> int:
@@ -85,4 +168,4 @@ def _limit(libc: ctypes.CDLL, num_processes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))
