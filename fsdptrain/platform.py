@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.rank_variables import RankVariables, read_rank_variables
+from fsdptrain.rank_variables import read_rank_variables
 
 GIB = 1024**3
 PLATFORM = "FSDPTRAIN_PLATFORM"
@@ -104,20 +104,17 @@ def process_group(timeout_s: float) -> Iterator[None]:
     if has_accelerator():
         _check_device(local_device().index, torch.accelerator.device_count())
         use_local_device()
-    store = _open_store(ranks, timeout_s) if ranks else dist.HashStore()
-    rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if ranks:
+        from fsdptrain.rendezvous import open_store
+
+        store, rank, world_size = open_store(ranks, timeout_s), ranks.rank, ranks.world_size
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(distributed_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _open_store(ranks: RankVariables, timeout_s: float) -> dist.Store:
-    from fsdptrain.rendezvous import open_store
-
-    return open_store(ranks, timeout_s)
 
 
 def _check_device(index: int, count: int) -> None:

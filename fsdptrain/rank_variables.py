@@ -45,7 +45,7 @@ def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVari
         except (TypeError, ValueError):
             raise ConfigError(f"{name}={text} in the environment is not an integer: {_REMEDY}") from None
 
-    found = RankVariables(
+    ranks = RankVariables(
         rank=number("RANK"),
         world_size=number("WORLD_SIZE"),
         local_rank=number("LOCAL_RANK", 0),
@@ -56,9 +56,9 @@ def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVari
         max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
         restart=number(RESTART_COUNT, 0),
     )
-    if not (0 <= found.rank < found.world_size and found.local_world_size <= found.world_size and found.master_addr):
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR do not fit together, {found}: {_REMEDY}")
-    return found
+    if not (0 <= ranks.rank < ranks.world_size and ranks.local_world_size <= ranks.world_size and ranks.master_addr):
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR do not fit together, {ranks}: {_REMEDY}")
+    return ranks
 
 
 def has_fsdptrain_launcher() -> bool:

@@ -55,16 +55,16 @@ def resolve(
     if name in table:
         return table[name]
     if ":" in name:
-        found = import_attribute(name, flag=flag)
+        attribute = import_attribute(name, flag=flag)
         if call is not None:
-            check_call(found, call, where=f"{flag} {name}")
-            if inspect.iscoroutinefunction(found):
+            check_call(attribute, call, where=f"{flag} {name}")
+            if inspect.iscoroutinefunction(attribute):
                 raise ConfigError(f"{flag} {name} is async, and nothing awaits its result: make it a function")
-        return found
-    found = _plugins(plugins) if plugins else {}
-    if name in found:
-        return _load(found[name])
-    known = [*table, *found]
+        return attribute
+    installed = _plugins(plugins) if plugins else {}
+    if name in installed:
+        return _load(installed[name])
+    known = [*table, *installed]
     choices = " or ".join(filter(None, [", ".join(known), "package.module:name"]))
     raise ConfigError(f"{flag} does not know {name!r}{suggest(name, known)}; it takes {choices}")
 
@@ -94,10 +94,10 @@ def import_attribute(path: str, *, flag: str) -> Any:
         raise ConfigError(f"{flag} {path} cannot be imported: {describe(error)}") from error
 
 
-def check_call(found: Any, call: Callable[[Any], Any], *, where: str) -> None:
-    """Raise ConfigError if the signature of `found` does not allow `call`, for example `lambda f: f(prompt, text)`."""
+def check_call(function: Any, call: Callable[[Any], Any], *, where: str) -> None:
+    """Raise ConfigError if the signature does not allow `call`, for example `lambda f: f(prompt, text)`."""
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(function)
     except ValueError:  # some functions in C have none
         return
     except TypeError as error:

@@ -116,9 +116,9 @@ class Completion:
 
     def __post_init__(self) -> None:
         if not math.isfinite(sum(self.logprobs)) and not all(map(math.isfinite, self.logprobs)):
-            found = next(x for x in self.logprobs if not math.isfinite(x))
+            logprob = next(x for x in self.logprobs if not math.isfinite(x))
             raise RolloutError(
-                f"--rollout-engine: a sampled token of prompt {self.prompt_id!r} has the logprob {found}; an engine "
+                f"--rollout-engine: a sampled token of prompt {self.prompt_id!r} has the logprob {logprob}; an engine "
                 "must return those of the distribution that it sampled from"
             )
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, is_own
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, is_custom
 from fsdptrain.config.rules import RL_ONLY, Fact, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 from fsdptrain.registry import unknown_name
@@ -106,7 +106,7 @@ class AlgorithmConfig(Section):
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.algorithm == "sft":
-            if not is_own(self.loss):
+            if not is_custom(self.loss):
                 reason = "with --algorithm sft, which has no advantages: remove it"
                 yield from config.without_effect(["loss"], reason)
             return
@@ -120,9 +120,9 @@ class AlgorithmConfig(Section):
             )
 
     def _advantage_problems(self, config: "Config") -> Iterator[Problem]:
-        own, scale = is_own(self.advantage_estimator), config.advantage_scale
-        compares = self.advantage_estimator != "none" and not (own and scale != "group")
-        teaches = config.has(Fact.TEACHES) or is_own(self.loss)
+        custom, scale = is_custom(self.advantage_estimator), config.advantage_scale
+        compares = self.advantage_estimator != "none" and not (custom and scale != "group")
+        teaches = config.has(Fact.TEACHES) or is_custom(self.loss)
         if self.advantage_estimator == "none" and not teaches:
             yield (
                 f"--algorithm {self.algorithm} with --advantage-estimator none learns from a teacher alone: name one "
@@ -133,12 +133,12 @@ class AlgorithmConfig(Section):
                 f"--n-samples-per-prompt must be at least 2 with --algorithm {self.algorithm}, got "
                 f"{self.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"
             )
-        if not own and self.advantage_estimator not in ADVANTAGE_SCALES:
+        if not custom and self.advantage_estimator not in ADVANTAGE_SCALES:
             yield unknown_name("--advantage-estimator", self.advantage_estimator, ADVANTAGE_SCALES)
 
     def _loss_problems(self, config: "Config") -> Iterator[Problem]:
         """Report options that the loss does not read, or that have no effect on-policy."""
-        if is_own(self.loss):  # custom losses are unknown
+        if is_custom(self.loss):  # custom losses are unknown
             return
         options = LOSS_OPTIONS.get(self.loss)
         if options is None:

@@ -45,7 +45,7 @@ class Resolved:
     """Configuration, and what it was made from, by flat key."""
 
     config: Config
-    own: Mapping[str, Any]  # options of the command rather than of the run
+    command_values: Mapping[str, Any]  # options of the command rather than of the run
     flags: Mapping[str, Any]
     recipe: Mapping[str, Any]
     left_out: "Mapping[str, Source]"  # keys of the recipe that flags override implicitly
@@ -83,14 +83,14 @@ def config_options() -> dict[str, Option]:
     }
 
 
-def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Resolved:
+def resolve(argv: Sequence[str], command_options: Mapping[str, Option] | None = None) -> Resolved:
     """Resolve a command line to a configuration. Precedence: flag > recipe > preset > default.
 
-    `own` are options of the command itself. Raises ConfigError for any invalid input.
+    `command_options` are options of the command itself. Raises ConfigError for any invalid input.
     """
-    own = own or {}
-    values = parse(argv, {"recipe": RECIPE, **config_options(), **own})
-    own_values = {key: values.pop(key, option.default) for key, option in own.items()}
+    command_options = command_options or {}
+    values = parse(argv, {"recipe": RECIPE, **config_options(), **command_options})
+    command_values = {key: values.pop(key, option.default) for key, option in command_options.items()}
     path = values.pop("recipe", None)
     recipe, left_out = dict[str, Any](), dict[str, "Source"]()
     if path is None:
@@ -101,7 +101,7 @@ def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Res
         recipe = flatten(read_recipe(path))
         config, left_out = combine(recipe, values)
     check_data_options(config)
-    return Resolved(config, own_values, values, recipe, left_out)
+    return Resolved(config, command_values, values, recipe, left_out)
 
 
 def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:

@@ -94,12 +94,12 @@ def all_sections() -> Mapping[str, type[Section]]:
     A plug-in is an entry point `sections.<name>` of the group `fsdptrain.plugins`: a subclass of `Section`. Raises
     ConfigError for two sections of one name.
     """
-    found = list(CORE_SECTIONS)
+    classes = list(CORE_SECTIONS)
     for folder, module in _OPTIONAL.items():
         if importlib.util.find_spec(folder) is not None:
-            found += importlib.import_module(module).SECTIONS
+            classes += importlib.import_module(module).SECTIONS
     sections: dict[str, type[Section]] = {}
-    for cls in [*found, *load_plugins("sections")]:
+    for cls in [*classes, *load_plugins("sections")]:
         if not cls.NAME or cls.NAME in sections:
             raise ConfigError(f"section {cls.NAME!r} of {cls.__module__} needs a NAME that no other section has")
         sections[cls.NAME] = cls

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from fsdptrain.config.presets import is_own
+from fsdptrain.config.presets import is_custom
 from fsdptrain.config.rules import (
     FSDP_ONLY,
     NEEDS_KL,
@@ -131,7 +131,7 @@ class OptimConfig(Section):
     """Keep only the optimizer state in host memory, and run steps there."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if not is_own(self.optimizer) and self.optimizer not in OPTIMIZERS:
+        if not is_custom(self.optimizer) and self.optimizer not in OPTIMIZERS:
             yield unknown_name("--optimizer", self.optimizer, OPTIMIZERS)
         if self.offload_optimizer and self.optimizer != "adamw":
             yield (

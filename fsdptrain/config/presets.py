@@ -106,6 +106,6 @@ def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
     }
 
 
-def is_own(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """Return whether `name` is a custom `package.module:function`."""
     return ":" in name

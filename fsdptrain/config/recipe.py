@@ -41,16 +41,16 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
     off the feature that they configure (`--eval-interval 0`, `eval_size`). Without flags nothing is dropped: an
     inconsistent recipe is an error.
     """
-    given, by_flag = flatten(recipe), flatten(flags)
-    left_out: dict[str, Source] = dict.fromkeys(superseded(given, by_flag), SUPERSEDED)
-    given = {flat: value for flat, value in given.items() if flat not in left_out}
+    values, by_flag = flatten(recipe), flatten(flags)
+    left_out: dict[str, Source] = dict.fromkeys(superseded(values, by_flag), SUPERSEDED)
+    values = {flat: value for flat, value in values.items() if flat not in left_out}
     while True:
         try:
-            return Config(**{**given, **by_flag}), left_out
+            return Config(**{**values, **by_flag}), left_out
         except NoEffectError as error:
-            if not flags or error.key not in given or error.key in by_flag:
+            if not flags or error.key not in values or error.key in by_flag:
                 raise
-            del given[error.key]
+            del values[error.key]
             left_out[error.key] = LEFT_OUT
 
 

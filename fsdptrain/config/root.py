@@ -13,7 +13,7 @@ from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, Shaping
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.keys import all_keys, all_sections, build_sections, flatten
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
-from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_custom, preset_values
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.rules import Condition, Fact, NoEffectError, RankGroup
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
@@ -56,16 +56,16 @@ class Config(BaseModel):
     """Sections of optional folders and plug-ins, by name. `section` returns one with its type."""
 
     def __init__(self, **values: "Unpack[Keywords]") -> None:
-        given = flatten(cast("Mapping[str, Any]", values))
-        algorithm = given.get("algorithm", AlgorithmConfig().algorithm)
-        if given.get("output_dir", "") == "":
-            model = os.path.basename(os.path.abspath(str(given.get("hf_checkpoint"))))
-            given["output_dir"] = f"runs/{model}-{algorithm}"
-        preset = preset_values(algorithm, given.get("loss"))
-        built = build_sections({**preset, **given})
-        core = {name: section for name, section in built.items() if name in type(self).model_fields}
+        flat = flatten(cast("Mapping[str, Any]", values))
+        algorithm = flat.get("algorithm", AlgorithmConfig().algorithm)
+        if flat.get("output_dir", "") == "":
+            model = os.path.basename(os.path.abspath(str(flat.get("hf_checkpoint"))))
+            flat["output_dir"] = f"runs/{model}-{algorithm}"
+        preset = preset_values(algorithm, flat.get("loss"))
+        sections = build_sections({**preset, **flat})
+        core = {name: section for name, section in sections.items() if name in type(self).model_fields}
         others = [name for name in all_sections() if name not in type(self).model_fields]
-        super().__init__(**core, optional={name: built.get(name) or all_sections()[name]() for name in others})
+        super().__init__(**core, optional={name: sections.get(name) or all_sections()[name]() for name in others})
         checks.check(self)
 
     @property
@@ -78,9 +78,9 @@ class Config(BaseModel):
 
     def section(self, kind: type[S]) -> S:
         """Return the section of an optional folder or plug-in; its defaults if it is not installed."""
-        found = self.optional.get(kind.NAME, kind())
-        assert isinstance(found, kind), f"two sections are named {kind.NAME}"
-        return found
+        section = self.optional.get(kind.NAME, kind())
+        assert isinstance(section, kind), f"two sections are named {kind.NAME}"
+        return section
 
     def value(self, flat: str) -> Any:
         """Return the value of an option by its flat key; None if it is not installed."""
@@ -226,7 +226,7 @@ class Config(BaseModel):
     def needs_old_logprobs(self) -> bool:
         """Whether the policy changes within a rollout and the loss compares with the old policy."""
         loss = self.algorithm.loss
-        return not self.on_policy and (is_own(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
+        return not self.on_policy and (is_custom(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
 
     @property
     def scores_policy(self) -> bool:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
-from fsdptrain.config.presets import is_own
+from fsdptrain.config.presets import is_custom
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.optimizers import Build, build_optimizer, find_optimizer, parameter_groups
 from fsdptrain.model.structure import reshard
@@ -198,7 +198,7 @@ class Optimizer:
         state, whose results are replaced by those of the checkpoint. Raises CheckpointError if the checkpoint lacks
         state.
         """
-        if is_own(self._config.optimizer) and not self._optimizer.state and saved["tensors"]:
+        if is_custom(self._config.optimizer) and not self._optimizer.state and saved["tensors"]:
             had_state = {key[:end] for key in saved["tensors"] for end, letter in enumerate(key) if letter == "."}
             for p, name in self._names.items():
                 if name in had_state:

@@ -53,4 +53,4 @@ def check_output_dir(config: Config) -> None:
 def image_key(config: Config) -> str | None:
     """Return the column of images: the option of a feature that names a column."""
     keys = (key for key in all_keys().values() if key.marks(Column) and key.section != config.data.NAME)
-    return next((found for key in keys if (found := key.value(config)) is not None), None)
+    return next((column for key in keys if (column := key.value(config)) is not None), None)

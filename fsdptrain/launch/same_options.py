@@ -17,10 +17,10 @@ def require_same_options(config: Config) -> None:
     """Compare versions and options of all ranks. Collective. Raises ConfigError on all ranks if they differ."""
     where = f"rank {os.environ['RANK']} ({socket.gethostname()})"
     versions = {package: version(package) for package in ("torch", "transformers")}
-    own = {"Python": platform.python_version(), "fsdptrain": fsdptrain.__version__, **versions}
-    own |= {key.flag: str(key.value(config)) for key in all_keys().values() if key.flag != "--nproc-per-node"}
-    if found := difference(gather((where, own))):
-        raise ConfigError(f"all ranks must have the same versions and options: {found}")
+    ours = {"Python": platform.python_version(), "fsdptrain": fsdptrain.__version__, **versions}
+    ours |= {key.flag: str(key.value(config)) for key in all_keys().values() if key.flag != "--nproc-per-node"}
+    if text := difference(gather((where, ours))):
+        raise ConfigError(f"all ranks must have the same versions and options: {text}")
 
 
 def difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:

@@ -119,9 +119,9 @@ def _pick(metrics: Mapping[str, float]) -> str:
     """Format the metrics to show: `reward 0.531  len 128  grad 0.310  tok/s 1.2k`."""
     shown: dict[str, float] = {}
     for label, pattern in _SHOWN.items():
-        found = [value for name, value in metrics.items() if fnmatchcase(name, pattern)]
-        if found and not (label == _ONLY_WITHOUT_REWARD and "reward/mean" in metrics):
-            shown[label] = found[0]
+        matches = [value for name, value in metrics.items() if fnmatchcase(name, pattern)]
+        if matches and not (label == _ONLY_WITHOUT_REWARD and "reward/mean" in metrics):
+            shown[label] = matches[0]
     return "  ".join(f"{label} {number(value)}" for label, value in shown.items())
 
 

@@ -78,21 +78,21 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
             path.replace(path.with_name(f"{path.name}.old"))
             log.warning("%s belongs to a run without a checkpoint: renamed to %s.old", path, path.name)
         return _open(path)
-    kept = _lines_until(path, resumed_step)
+    lines = _lines_until(path, resumed_step)
     temporary = path.with_name(f".{path.name}.half")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_text("".join(lines), encoding="utf-8")
     temporary.replace(path)  # atomic: after a kill, either the old or the new file exists
     return _open(path)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
     """Return the lines of steps up to `step`, without those that are no record, such as an incomplete last one."""
-    kept = []
+    lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    return kept
+                lines.append(line + "\n")
+    return lines
 
 
 def _write(file: TextIO, records: Iterable[Mapping[str, Any]]) -> None:

@@ -13,7 +13,6 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.build import Component, WeightedSum
 from fsdptrain.rewards.calls import Call, LostTime, Outcome, RewardCalls, check_signature
-from fsdptrain.rewards.functions import environment, exact, format_tags
 from fsdptrain.rewards.values import WRONG, RewardResult, to_result
 from fsdptrain.types import Prompt
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FAST = (environment, exact, format_tags)  # rewards that neither hang nor take longer than a message to a process
+FAST = ("environment", "exact", "format_tags")  # functions of ours that take less time than a message to a process
 DEFAULT_TIMEOUT_S = 300.0
 MAX_WORKERS = 8  # by default; each may import torch or load a model
 
@@ -72,7 +71,7 @@ class ParallelReward:
             from fsdptrain.rewards.local import EventLoop
 
             return EventLoop(calls)
-        if not num_workers or component.function in FAST:
+        if not num_workers or (_is_ours(component.function) and getattr(component.function, "__name__", "") in FAST):
             return Direct(calls)
         from fsdptrain.rewards.pool import CannotLoadError, ProcessPool
 

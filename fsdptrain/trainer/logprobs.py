@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.config.presets import is_own
+from fsdptrain.config.presets import is_custom
 from fsdptrain.config.rules import Fact
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.protocols import TrainBackend
@@ -46,7 +46,7 @@ class LogprobPasses:
         Not if something else reads them: later epochs, a feature, or a loss of the user.
         """
         reads = self.config.has(Fact.POLICY_SCORES)
-        return not reads and not is_own(self.config.algorithm.loss) and self.config.batch.epochs_per_rollout == 1
+        return not reads and not is_custom(self.config.algorithm.loss) and self.config.batch.epochs_per_rollout == 1
 
 
 def _with_extras(pack: PackedBatch, logprobs: LogProbs) -> PackedBatch:

@@ -20,7 +20,7 @@ def inspect(argv: Sequence[str]) -> int:
 
         return print_options("fsdptrain inspect", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT})
     resolved = resolve(argv, INSPECT)
-    check_machine({"num_gpus": resolved.own["num_gpus"]})
+    check_machine({"num_gpus": resolved.command_values["num_gpus"]})
     quiet_transformers()
     if resolved.config.model.backend == "megatron":
         raise ConfigError(
@@ -29,8 +29,8 @@ def inspect(argv: Sequence[str]) -> int:
     from fsdptrain.tools.inspect import inspection  # lazy: imports torch
     from fsdptrain.tools.inspect.text import print_inspection
 
-    found = inspection.inspect_model(resolved.config, num_gpus=resolved.own["num_gpus"])
-    if resolved.own["json"]:
+    found = inspection.inspect_model(resolved.config, num_gpus=resolved.command_values["num_gpus"])
+    if resolved.command_values["json"]:
         print_json(found.as_dict())
     else:
         print_inspection(found)

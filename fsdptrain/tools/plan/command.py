@@ -30,7 +30,7 @@ def plan(argv: Sequence[str]) -> int:
 
         return print_options("fsdptrain plan", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
     resolved = resolve(argv, PLAN)
-    config, machine = resolved.config, {key: resolved.own[key] for key in MACHINE}
+    config, machine = resolved.config, {key: resolved.command_values[key] for key in MACHINE}
     check_machine(machine)
     if config.model.backend == "megatron":
         raise ConfigError("fsdptrain plan supports --backend fsdp only")
@@ -45,7 +45,7 @@ def plan(argv: Sequence[str]) -> int:
     estimates = [estimate(model, config, Machine(i * machine["num_gpus"], device, host)) for i in _FACTORS]
     command = shlex.join(["fsdptrain", *without(argv, PLAN)])
     advice = flags_that_help(model, config, estimates[0].machine) if estimates[0].lacks else []
-    if resolved.own["json"]:
+    if resolved.command_values["json"]:
         found = [{**asdict(x), **x.needs, "fits": not x.lacks} for x in estimates]
         print_json({"command": command, "flags": advice, "estimates": found})
     else:
