@@ -4,8 +4,11 @@ The command line prints the message as one line and exits with code 2. A message
 the fix.
 """
 
+import sysconfig
 import traceback
 from pathlib import Path
+
+_NOT_OF_THE_USER = (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
 
 
 class FsdptrainError(Exception):
@@ -44,9 +47,14 @@ class RankError(FsdptrainError):
     """Other ranks are unreachable."""
 
 
-def describe(error: BaseException) -> str:
-    """Format an exception of user code on one line: class, message, file and line number."""
+def describe(error: BaseException, *, at: str = "") -> str:
+    """Format an exception of user code on one line: class, message, and the last file and line number of the user.
+
+    at: the place to name if no line of the user raised it.
+    """
     message = (str(error).strip() or "no message").splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""  # none if it was never raised
-    return f"{type(error).__name__}: {message}{where}"
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_THE_USER)]
+    if own or not at:
+        at = next((f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own or frames)), "")
+    return f"{type(error).__name__}: {message}" + (f" ({at})" if at else "")

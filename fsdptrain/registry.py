@@ -1,4 +1,4 @@
-"""Resolve a name to an object: a table entry, `package.module:attribute`, or a plug-in.
+"""Resolve a name to an object: a table entry, `package.module:attribute`, `folder/file.py:attribute`, or a plug-in.
 
 A package registers a plug-in as an entry point named `<kind>.<name>` in the group `fsdptrain.plugins`:
 
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptrain.errors import ConfigError, describe
@@ -46,7 +47,7 @@ class Table(Mapping[str, T]):
 def resolve(
     name: str, table: Mapping[str, T], *, flag: str, plugins: str = "", call: Callable[[Any], Any] | None = None
 ) -> T:
-    """Return the entry of `table`, the attribute `package.module:attribute`, or the plug-in of kind `plugins`.
+    """Return the entry of `table`, the attribute of `import_attribute`, or the plug-in of kind `plugins`.
 
     call: how an attribute will be called, for example `lambda f: f(prompt, text)`: its signature must allow that.
 
@@ -80,16 +81,26 @@ def given_objects(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def import_attribute(path: str, *, flag: str) -> Any:
-    """Import `package.module:attribute`. The current directory is on the import path."""
+    """Import `package.module:attribute` or `folder/file.py:attribute`.
+
+    The current directory is on the import path, and that of the file, whose module is named like it.
+    """
     if path in _GIVEN.get():
         return _GIVEN.get()[path]
-    module_name, _, attribute = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # console scripts do not add the current directory; `python -m` does
+    name, _, attribute = path.rpartition(":")
+    file = Path(name).resolve() if name.endswith(".py") else None
+    folder = str(file.parent) if file else os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # console scripts do not add the current directory; `python -m` does
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{flag} {path}: {error}; it is package.module:attribute, importable from here") from error
+        module = importlib.import_module(file.stem if file else name)
+        if file and not (module.__file__ and file.samefile(module.__file__)):
+            raise ImportError(f"another module is named {file.stem}: rename the file")
+        return getattr(module, attribute)
+    except (ImportError, AttributeError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"{flag} {path}: {error}; it is package.module:attribute, importable from here, or folder/file.py:attribute"
+        ) from error
     except (Exception, SystemExit) as error:  # user code may raise anything
         raise ConfigError(f"{flag} {path} cannot be imported: {describe(error)}") from error
 

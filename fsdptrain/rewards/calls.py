@@ -14,6 +14,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from fsdptrain.errors import ConfigError, RewardError, RolloutError, describe
@@ -40,6 +41,13 @@ class RewardCalls:
             return tuple(inspect.signature(self.function).parameters)
         except (TypeError, ValueError):  # no function, or one in C
             return ()
+
+    @property
+    def place(self) -> str:
+        """File and line of the function, for messages."""
+        function = inspect.unwrap(self.function if inspect.isroutine(self.function) else type(self.function).__call__)
+        code = getattr(function, "__code__", None)
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else self.where
 
     @property
     def is_async(self) -> bool:
@@ -90,19 +98,18 @@ class RewardCalls:
             return [reason(error)] * num_samples
         if values is None or len(values) != num_samples:
             what = f"{value!r:.80}" if values is None else f"{len(values)} values"
-            return [
-                f"the reward returned {what}{WRONG}list with one value for each of {num_samples} samples"
-            ] * num_samples
+            wrong = f"{what}{WRONG}list with one value for each of {num_samples} samples"
+            return [f"the reward returned {wrong} ({self.place})"] * num_samples
         return [self._outcome(each) for each in values]
 
     def _outcome(self, value: Any) -> Outcome:
         try:
             result = to_result(value, name=self.name)
         except Exception as error:  # noqa: BLE001  # objects of the user
-            return reason(error)
+            return describe(error, at=self.place)
         if result.reward is not None:
             return result
-        return f"{self.name or 'the reward'} returned None, which means that it cannot score this"
+        return f"{self.name or 'the reward'} returned None, which means that it cannot score this ({self.place})"
 
     def _columns(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Any]:
         """Return the keyword arguments of TRL: messages if the prompts in the data are messages, else texts."""

@@ -1,9 +1,12 @@
 """Names resolve to objects of a table, a module or a plug-in. Errors are one line."""
 
+import pickle
+import sys
+
 import pytest
 
 from fsdptrain.config import Config
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, describe
 from fsdptrain.registry import plugin_names, resolve
 from tests.packages import install
 
@@ -30,6 +33,24 @@ def test_plugins_are_found_by_kind_and_loaded_on_use():
 def test_names_are_of_the_table_or_of_a_module():
     assert resolve("two", TABLE, flag="--x") == 2
     assert resolve("math:pi", TABLE, flag="--x") == pytest.approx(3.14159, abs=1e-5)
+
+
+def test_a_path_to_a_file_is_a_name(tmp_path, monkeypatch):
+    for name in ("acme_rewards", "acme_logger"):
+        (tmp_path / f"{name}.py").write_text("import json\n\ndef right(prompt, text):\n    return json.loads(text)\n")
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = f"{tmp_path.name}/acme_rewards.py:right"
+    right = resolve(path, TABLE, flag="--x", call=lambda f: f("prompt", "text"))
+    assert right(None, "4") == 4
+    assert pickle.loads(pickle.dumps(right)) is right  # reward processes import it
+    with pytest.raises(ValueError, match="Expecting value") as raised:
+        right(None, "x")
+    assert describe(raised.value).endswith("(acme_rewards.py:4)")  # the line of the user, not of json
+    resolve("acme_logger:AcmeLogger", {}, flag="--x")
+    for other, reason in [("acme_logger", "another module is named acme_logger: rename"), ("acme_none", "No module")]:
+        with pytest.raises(ConfigError, match=f"{other}.py:right: {reason}.*; it is package.*, or folder/file.py:attr"):
+            resolve(f"{tmp_path}/{other}.py:right", {}, flag="--x")
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_a_hang_or_a_crash_costs_its_sample_and_processes_start_without_torch() 
         "segfault": f"{OBEDIENT}: its process ended with signal SIGSEGV",
         "exit": "SystemExit: 1 (user_rewards.py:",
         "raise": "ValueError: no (user_rewards.py:",
-        "nan": "ValueError: the reward returned nan (values.py:",
-        "none": "the reward returned None",
+        "nan": "ValueError: the reward returned nan (user_rewards.py:",
+        "none": "the reward returned None, which means that it cannot score this (user_rewards.py:",
     }
     texts = [text for i, cause in enumerate(causes) for text in (str(i), cause, str(i))]
     calls = [(PROMPT, text) for text in texts]
@@ -206,9 +206,8 @@ def test_a_reward_of_lists_gets_all_samples_in_one_call() -> None:
     for kind in (np.array, torch.tensor, iter):
         calls = RewardCalls(lambda prompts, responses, kind=kind: kind([1.0, 2.0]))
         assert [one.reward for one in calls.run([(PROMPT, ""), (PROMPT, "")])] == [1.0, 2.0]  # type: ignore[union-attr]
-    assert (
-        results.first_error == "the reward returned 1 values, which is not a list with one value for each of 2 samples"
-    )
+    line = "the reward returned 1 values, which is not a list with one value for each of 2 samples (user_rewards.py:"
+    assert str(results.first_error).startswith(line)
 
 
 @pytest.mark.parametrize(("prompt", "length"), [([{"role": "user", "content": "?"}], 1), ("text", 4)])
