@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import DataConfig
 from fsdptrain.data.prompts import check_template, template_reason
 from fsdptrain.data.rows import as_messages
+from fsdptrain.data.text import special_tokens
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
@@ -111,11 +112,6 @@ class TurnRenderer:
     def _special_text(self) -> re.Pattern[str]:
         texts = self.tokenizer.convert_ids_to_tokens(sorted(self._special))
         return re.compile("|".join(re.escape(text) for text in texts) or r"(?!)")
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = tokenizer.added_tokens_decoder
-    return frozenset(tokenizer.all_special_ids) | {id_ for id_, token in added.items() if token.special}
 
 
 def _without_tools(messages: Sequence[Message]) -> list[Message]:

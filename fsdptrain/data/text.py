@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {id_ for id_, token in added.items() if token.special}
+
+
 def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenize the beginning of a sequence: with what the tokenizer adds before it (BOS), not what it adds after it.
 

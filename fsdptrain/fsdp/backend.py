@@ -164,10 +164,18 @@ class FSDPBackend:
 
     def _export_model(self, target: Path) -> None:
         from fsdptrain.fsdp.export import export_dtype, export_hf
+        from fsdptrain.rollout.stop_tokens import new_stop_tokens
 
-        dtype = export_dtype(self._config, self.checkpoint_path)
-        computed = self.compute_dtype
-        export_hf(self._model, self.checkpoint_path, target, dtype=dtype, computed=computed, features=self.features)
+        source = self.checkpoint_path
+        export_hf(
+            self._model,
+            source,
+            target,
+            dtype=export_dtype(self._config, source),
+            computed=self.compute_dtype,
+            features=self.features,
+            stop=new_stop_tokens(source, self._model.config, self._config),
+        )
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and parameters to the host until `onload`. Tensors that are not on the device stay.

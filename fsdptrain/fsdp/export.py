@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
@@ -145,10 +145,12 @@ def export_hf(
     computed: torch.dtype | None = None,
     features: Features = NO_FEATURES,
     max_file_bytes: int = FILE_BYTES,
+    stop: Sequence[int] = (),
 ) -> None:
     """Write `model` as a folder like `source`, the checkpoint that it was loaded from. Collective.
 
     dtype, computed: see `ExportDtypes`; without `computed`, the model computes in `dtype`.
+    stop: see `copy_rest`.
 
     Tokenizer, generation config, custom code and all other non-weight files are copied. The complete folder is renamed
     to `target` and replaces an older export. Raises CheckpointError on every rank.
@@ -164,17 +166,24 @@ def export_hf(
         if dist.get_rank() == 0:
             dtypes.tell()
             dtypes.write_config(temporary)
-            copy_rest(source, temporary)
+            copy_rest(source, temporary, stop=stop)
             publish_folder(target)
 
 
-def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> None:
-    """Copy all files that are neither weights nor config (tokenizer, code), except those named in `but`."""
+def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset(), stop: Sequence[int] = ()) -> None:
+    """Copy all files that are neither weights nor config (tokenizer, code), except those named in `but`.
+
+    stop: ids for the generation config, in place of its own.
+    """
     for path in source.iterdir():
         if path.is_dir() and path.name == "additional_chat_templates":
             shutil.copytree(path, target / path.name)
         elif path.is_file() and not _is_weights(path) and path.name not in _NOT_COPIED | but:
             shutil.copyfile(path, target / path.name)  # Hub snapshots are symlinks: copy the content
+    if stop:
+        generation = target / "generation_config.json"
+        values = json.loads(generation.read_text()) if generation.is_file() else {}
+        generation.write_text(json.dumps(values | {"eos_token_id": list(stop)}, indent=2) + "\n")
 
 
 def _is_weights(path: Path) -> bool:

@@ -44,6 +44,7 @@ from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
+from fsdptrain.rollout.stop_tokens import new_stop_tokens
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
 
 
@@ -158,7 +159,8 @@ class MegatronBackend:
         """Write the policy as a Hugging Face folder, in the dtype of --export-dtype."""
         source = self.checkpoint_path
         dtypes = ExportDtypes(source, export_dtype(self._config, source), self.compute_dtype)
-        export_hf(self.weights, self._masters, target, dtypes)
+        stop = new_stop_tokens(source, self._stock.config, self._config)
+        export_hf(self.weights, self._masters, target, dtypes, stop=stop)
 
     def save(self, directory: Path, step: int) -> None:
         """Save to an existing folder: see `CheckpointFolder.write`."""

@@ -10,7 +10,7 @@ Rank 0 writes tensor by tensor while all ranks gather.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -103,10 +103,12 @@ def write_masters(folder: Path, weights: WeightMap, masters: Masters, dtype: tor
     write_stream(folder, stream, failure=f"{folder} cannot be written")
 
 
-def export_hf(weights: WeightMap, masters: Masters, target: Path, dtypes: ExportDtypes) -> None:
+def export_hf(
+    weights: WeightMap, masters: Masters, target: Path, dtypes: ExportDtypes, *, stop: Sequence[int] = ()
+) -> None:
     """Export to a folder like the source of `dtypes`, readable by `from_pretrained`. Collective.
 
-    The folder is renamed to `target` once it is complete.
+    The folder is renamed to `target` once it is complete. stop: see `copy_rest`.
     """
     temporary, failure = temporary_of(target), f"the model cannot be exported to {target}"
     with raise_on_all_ranks(CheckpointError, failure):
@@ -117,5 +119,5 @@ def export_hf(weights: WeightMap, masters: Masters, target: Path, dtypes: Export
         if dist.get_rank() == 0:
             dtypes.tell()
             dtypes.write_config(temporary)
-            copy_rest(dtypes.source, temporary)
+            copy_rest(dtypes.source, temporary, stop=stop)
             publish_folder(target)

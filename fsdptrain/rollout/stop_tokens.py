@@ -1,24 +1,59 @@
 """The token ids that end a response, the same for every engine."""
 
+import logging
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from fsdptrain.config import Config, DataConfig
+from fsdptrain.data.text import special_tokens
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import CheckpointError
 
+log = logging.getLogger(__name__)
 
-def stop_tokens(checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[int, ...]:
+_ANSWER = "FSDPTRAINSAID"
+
+
+def stop_tokens(
+    checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool, data: DataConfig | None = None
+) -> tuple[int, ...]:
     """The end-of-text ids of generation_config.json, else of the model's config, else of the tokenizer.
 
+    With `data`, also the token with which its chat template ends turns of the model.
     Raises CheckpointError if generation_config.json is broken.
     """
-    if ids := _of_generation_config(checkpoint):
-        return ids
-    ids = _as_ids(vars(config.get_text_config(decoder=True)).get("eos_token_id"))  # custom code may have none
-    if not ids and (checkpoint / "tokenizer_config.json").is_file():
-        ids = _as_ids(AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).eos_token_id)
+    ids = _of_generation_config(checkpoint)
+    ids = ids or _as_ids(vars(config.get_text_config(decoder=True)).get("eos_token_id"))  # custom code may have none
+    chat = data is not None and data.apply_chat_template
+    if (chat or not ids) and (checkpoint / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        ids = ids or _as_ids(tokenizer.eos_token_id)
+        end = turn_end(tokenizer, data) if data is not None and chat else None
+        if end is not None and end not in ids:
+            name = tokenizer.convert_ids_to_tokens(end)
+            log.info("responses end at %s too: the chat template ends turns with it, but eos_token_id lacks it", name)
+            ids = (*ids, end)
     return ids
+
+
+def new_stop_tokens(checkpoint: Path, config: PreTrainedConfig, run: Config) -> tuple[int, ...]:
+    """Return the ids that end the responses of a run if they are not those of its checkpoint, else ()."""
+    trust = run.model.trust_remote_code
+    ids = stop_tokens(checkpoint, config, trust_remote_code=trust, data=run.data)
+    return () if ids == stop_tokens(checkpoint, config, trust_remote_code=trust) else ids
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None:
+    """Return the special token with which the chat template ends a turn of the model; None if there is none."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, **data.chat_template_kwargs))
+    except Exception:  # noqa: BLE001  # there is no template, or it needs something else
+        return None
+    special = special_tokens(tokenizer)
+    ids = tokenizer(text.partition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+    return next((token for token in ids if token in special), None)
 
 
 def _of_generation_config(checkpoint: Path) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from fsdptrain.config import Config
+from fsdptrain.config import Config, DataConfig
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.moe.config import RouterConfig
@@ -63,11 +63,19 @@ class VLLMEngine:
 
     weight_naming: Naming = "hub"
 
-    def __init__(self, checkpoint: Path, *, limit: CallLimit, trust_remote_code: bool = False, **options: Any) -> None:
-        """`options` are those of `vllm.LLM`."""
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        limit: CallLimit,
+        trust_remote_code: bool = False,
+        data: DataConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """data: see `stop_tokens`; `options` are those of `vllm.LLM`."""
         self._vllm = _import_vllm()
         model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        self._stop_token_ids = stop_tokens(checkpoint, model_config, trust_remote_code=trust_remote_code)
+        self._stop_token_ids = stop_tokens(checkpoint, model_config, trust_remote_code=trust_remote_code, data=data)
         self.policy_version = 0
         self._sleeps = bool(options.get("enable_sleep_mode"))
         self._has_weights = False
@@ -275,7 +283,8 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
             raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
     options |= {**args, **routes_options(config.section(RouterConfig).replay, device.type)}
     limit = CallLimit(config.section(VllmConfig).timeout)
-    return VLLMEngine(checkpoint, limit=limit, trust_remote_code=config.model.trust_remote_code, **options)
+    trust = config.model.trust_remote_code
+    return VLLMEngine(checkpoint, limit=limit, trust_remote_code=trust, data=config.data, **options)
 
 
 def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdptrain.config import Config
+from fsdptrain.config import Config, DataConfig
 from fsdptrain.errors import RolloutError
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.protocols import Naming
@@ -45,9 +45,11 @@ class HFEngine:
         device: torch.device,
         trust_remote_code: bool = False,
         max_batch_tokens: int = 262_144,
+        data: DataConfig | None = None,
     ) -> None:
+        """data: see `stop_tokens`."""
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code, data=data)
         self.max_positions = max_positions(self.model)
         self._features = NO_FEATURES
         self._new_recorder: Callable[..., RouteRecorder] | None = None  # created by the first request for routes
@@ -186,4 +188,5 @@ def build_hf_engine(config: Config, *, checkpoint: Path, device: torch.device) -
         device=device,
         trust_remote_code=config.model.trust_remote_code,
         max_batch_tokens=config.rollout.max_batch_tokens,
+        data=config.data,
     )

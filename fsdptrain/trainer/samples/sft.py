@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from fsdptrain.data.chat import special_tokens
 from fsdptrain.data.prompts import MOST_UNUSABLE, PromptStream
 from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder
 from fsdptrain.data.sft_forms import UnusableRowError
+from fsdptrain.data.text import special_tokens
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import DataError, RolloutError
 from fsdptrain.trainer.samples.source import RolloutBatch, images_of, own_share

@@ -66,7 +66,7 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
         [VLLMClient(url, key, log=log) for url, log in servers],
         run_id,
         loop=loop,
-        stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust),
+        stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust, data=config.data),
         processes=processes,
         folder=folder,
     )

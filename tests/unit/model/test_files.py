@@ -1,16 +1,19 @@
 """A checkpoint is complete, or one line names the missing file."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdptrain.config import Config, DataConfig
 from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.export import copy_rest
 from fsdptrain.model.loading import hub
 from fsdptrain.model.loading.files import resolve_checkpoint, weight_files
 from fsdptrain.model.loading.meta import model_config
-from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.rollout.stop_tokens import new_stop_tokens, stop_tokens
 from tests.testing import save_tiny_checkpoint
 
 
@@ -113,3 +116,16 @@ def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: 
     with pytest.raises(CheckpointError, match=r"generation_config\.json") as caught:
         stop_tokens(tmp_path, model_config(tmp_path, trust_remote_code=False), trust_remote_code=False)
     assert "\n" not in str(caught.value)
+
+
+def test_the_token_that_ends_turns_of_the_template_ends_responses_and_is_exported(tmp_path: Path):
+    for end in (0, 1):  # the template ends turns with 1
+        source, target = save_tiny_checkpoint(tmp_path / f"{end}", eos_token_id=end), tmp_path / f"export{end}"
+        config, run = model_config(source, trust_remote_code=False), Config(hf_checkpoint=str(source))
+        read = partial(stop_tokens, source, config, trust_remote_code=False)
+        assert read() == read(data=DataConfig(apply_chat_template=False)) == (end,)
+        assert set(read(data=run.data)) == {end, 1}
+        target.mkdir()
+        copy_rest(source, target, stop=new_stop_tokens(source, config, run))
+        exported, original = ((folder / "generation_config.json").read_text() for folder in (target, source))
+        assert exported == original if end == 1 else json.loads(exported)["eos_token_id"] == [0, 1]
