@@ -9,17 +9,45 @@ import io
 import logging
 import math
 import os
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from fsdptrain.config import Config
+from fsdptrain.config.keys import Key, all_keys
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
 
 _LOG = logging.getLogger(__name__)
+_ON_THE_HUB = {"hf_checkpoint", "prompt_data"}
+_BUILT_IN = {"loss", "advantage_estimator", "optimizer", "rollout_engine"}
 _PER_TOKEN = ("tokens", "rollout_logprobs")  # only for samples.jsonl: `fsdptrain watch`
+
+
+def shared_options(config: Config | None) -> dict[str, Any]:
+    """Return the options that leave the machine: those that cannot hold a secret or a path.
+
+    These are numbers, switches, choices, names of what is built in, and names on the Hub of model and data.
+    """
+    options = {key.flat: (key, key.value(config)) for key in all_keys().values()} if config is not None else {}
+    return {name: value for name, (key, value) in options.items() if _is_shared(key, value)}
+
+
+def _is_shared(key: Key, value: Any) -> bool:
+    if key.flat in _ON_THE_HUB:
+        return re.fullmatch(r"[\w.-]+/[\w.-]+", value) is not None and not os.path.exists(value)
+    return _is_closed(key.field.annotation) or (key.flat in _BUILT_IN and value.isidentifier())
+
+
+def _is_closed(annotation: Any) -> bool:
+    """Return whether a type has no text but choices."""
+    if get_origin(annotation) is Literal:
+        return True
+    parts = get_args(annotation)
+    return all(map(_is_closed, parts)) if parts else annotation in (bool, int, float, type(None))
 
 
 class Dashboard:
@@ -60,8 +88,10 @@ def open_wandb(info: RunInfo) -> Dashboard:
             id=_run_id(info.output_dir, fresh=info.resumed_step is None),
             resume="allow",
             dir=info.output_dir,
-            config=info.config.as_dict() if info.config is not None else {},
-            settings=wandb.Settings(silent=True, console="off"),
+            config=shared_options(info.config),
+            settings=wandb.Settings(
+                silent=True, console="off", x_disable_meta=True, disable_git=True, disable_code=True
+            ),
         )
     except (UsageError, CommError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
@@ -91,7 +121,7 @@ def open_trackio(info: RunInfo) -> Dashboard:
         run = trackio.init(
             project=info.project,
             name=info.run_name,
-            config=info.config.as_dict() if info.config is not None else None,
+            config=shared_options(info.config),
             resume="allow" if info.resumed_step is not None else "never",
             embed=False,
             auto_log_gpu=False,

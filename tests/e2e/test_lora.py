@@ -34,7 +34,7 @@ def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp
         assert torch.allclose(merged(tokens).logits, adapted, rtol=0, atol=1e-5)
         assert (adapted - before).abs().max() > 1e-3
     config = json.loads((whole / "hf" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(checkpoint.resolve())
+    assert config["base_model_name_or_path"] == checkpoint.name  # no path of this machine
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

@@ -84,6 +84,6 @@ class LoraFeature(Feature):
 
     @property
     def _base_name(self) -> str:
-        """Name of the base model in adapter_config.json: a Hub name or an absolute path."""
+        """Name of the base model in adapter_config.json: a Hub name, or that of a local folder without its path."""
         name = self._config.model.hf_checkpoint
-        return str(Path(name).resolve()) if Path(name).is_dir() else name
+        return Path(name).resolve().name if Path(name).is_dir() else name

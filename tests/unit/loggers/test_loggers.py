@@ -5,24 +5,45 @@ import os
 import sqlite3
 import subprocess
 import sys
+from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
-from fsdptrain.config import LogConfig
+from fsdptrain.config import Config, LogConfig
+from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers import build_loggers
 from fsdptrain.loggers.console import ConsoleLogger
+from fsdptrain.loggers.dashboards import _is_closed, shared_options
 from fsdptrain.loggers.jsonl import JsonlLogger
+
+TEXTS = [
+    *("prompt_data", "system_prompt", "input_key", "label_key", "eval_prompt_data", "ref_load", "environment"),
+    *("environment_command", "weight_sync_dir", "megatron_spec", "rollout_server_python", "image_key", "opd_teacher"),
+    *("hf_checkpoint", "output_dir", "resume", "profile_steps"),
+]
+LISTS, DICTS = (
+    ["reward", "lora_targets", "rollout_urls"],
+    ["chat_template_kwargs", "environment_kwargs", "rollout_engine_args"],
+)
+SECRETS = {name: f"/home/me/sk-{number:02d}-secret" for number, name in enumerate([*TEXTS, *LISTS, *DICTS])}
 
 PROGRAM = """
 import sys
+from copy import deepcopy
 from pathlib import Path
 from fsdptrain.config import LogConfig, Config
 from fsdptrain.loggers import build_loggers
+
+def planted():
+    from tests.unit.loggers.test_loggers import planted
+    return planted()
+
 name, folder, resumed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 loggers = build_loggers(
     LogConfig(to=[name], project="proj"), folder, total_steps=4,
-    resumed_step=resumed or None, config=Config(hf_checkpoint="x"),
+    resumed_step=resumed or None, config=planted(),
 )
 for step in range(resumed + 1, resumed + 3):
     for logger in loggers:
@@ -31,6 +52,39 @@ for step in range(resumed + 1, resumed + 3):
 for logger in loggers:
     logger.close()
 """
+
+
+def planted() -> Config:
+    """A configuration with a secret in every option that takes text, a list or a mapping; no rule has seen it."""
+    config = deepcopy(Config(hf_checkpoint="x"))
+    values = {name: SECRETS[name] for name in TEXTS} | {name: [SECRETS[name]] for name in LISTS}
+    values |= {name: {"api_key": SECRETS[name], "url": f"http://user:{SECRETS[name]}@host"} for name in DICTS}
+    for name, value in values.items():
+        key = all_keys()[name]
+        object.__setattr__(config.named(key.section), key.name, value)
+    return config
+
+
+def require_no_secret(folder: Path) -> None:
+    """Nothing that was written holds a secret, the command line, or a path of this machine."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log"]  # logs stay here
+    assert files
+    for path in files:
+        content = path.read_bytes()
+        for word in (*SECRETS.values(), "sys.argv", str(folder), str(Path(__file__).parents[3])):
+            assert word.encode() not in content, (path, word)
+
+
+def test_every_option_that_takes_text_is_planted_or_allowed() -> None:
+    free = {name for name, key in all_keys().items() if not _is_closed(key.field.annotation)}
+    allowed = {"loss", "advantage_estimator", "optimizer", "rollout_engine"}  # a name without dots
+    not_sent = {"push_to_hub", "log_to", "log_project", "log_run_name"}  # where it is sent, and its name there
+    assert free == {*SECRETS} | allowed | not_sent
+    shared = shared_options(planted())
+    assert not set(shared) & {*SECRETS, *not_sent}
+    assert shared["lr"] == 1e-6
+    assert shared_options(Config(hf_checkpoint="Qwen/Qwen3-4B"))["hf_checkpoint"] == "Qwen/Qwen3-4B"
+    assert "loss" not in shared_options(Config(hf_checkpoint="x", loss="my_secret.module:loss"))
 
 
 class ListLogger:
@@ -84,6 +138,7 @@ def test_runs_of_one_folder_share_a_trackio_database_with_metrics_and_samples(tm
     assert metrics == [("first", 1), ("first", 2), ("first", 3), ("first", 4), ("second", 1), ("second", 2)]
     samples = [json.loads(values)["samples/train"] for _, _, values in rows if b"samples/train" in values]
     assert len(samples) == len(metrics)
+    require_no_secret(tmp_path / "trackio")
     assert samples[0]["_type"] == "trackio.table"
     assert samples[0]["_value"] == [{"set": "train", "response": "r", "label": 1, "reward": 1.0}]
 
@@ -98,6 +153,7 @@ def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path):
     table = json.loads(tables[0].read_text())
     assert table["columns"] == ["set", "response", "label", "reward"]
     assert [row[:2] + row[3:] for row in table["data"]] == [["train", "r", 1.0]]
+    require_no_secret(tmp_path / "wandb")
     runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(runs) == 2
     assert {path.stem.removeprefix("run-") for path in runs} == {(tmp_path / "wandb_run_id").read_text()}
