@@ -321,8 +321,9 @@ def _apply_template(
     except Exception as error:  # a template can divide by 0
         raise ValueError(one_line(error)) from error
     assert isinstance(text, str)
-    start = messages[-1]["content"]
-    if prefilled and isinstance(start, str) and not text.endswith(start):
+    content: Any = messages[-1]["content"]
+    start = content if isinstance(content, str) else content[-1].get("text", "")
+    if prefilled and not text.endswith(start):
         raise ValueError(
             "it changes or drops the beginning of the response, the last message: write that message as the template "
             "renders it, or use --no-apply-chat-template"

@@ -1,10 +1,18 @@
 """Extraction of final answers from responses."""
 
+from typing import Any
+
 from fsdptrain.types import Prompt
 
 OPEN, CLOSE = "<answer>", "</answer>"
 THINK, THOUGHT = "<think>", "</think>"
 BOXED = "\\boxed{"
+
+
+def labels_of(prompt: Prompt) -> list[Any]:
+    """Return the labels of a prompt, one of which an answer must equal. A row without a label has none."""
+    labels = prompt.label if isinstance(prompt.label, list | tuple) else [prompt.label]
+    return [label for label in labels if label is not None and label != ""]
 
 
 def spoken(prompt: Prompt, response: str) -> str:

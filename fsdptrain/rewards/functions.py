@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptrain.errors import RewardError
-from fsdptrain.rewards.answers import extract_answer, spoken
+from fsdptrain.rewards.answers import extract_answer, labels_of, spoken
 from fsdptrain.types import Prompt
 
 TAGGED = re.compile(r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL)
@@ -17,8 +17,7 @@ def exact(prompt: Prompt, response: str) -> float | None:
 
     Texts are equal up to surrounding whitespace; a label that is a number, not a text, equals the answer as a number.
     """
-    labels = prompt.label if isinstance(prompt.label, list | tuple) else [prompt.label]
-    labels = [label for label in labels if label is not None and label != ""]
+    labels = labels_of(prompt)
     answer = extract_answer(spoken(prompt, response))
     return float(any(_equal(answer, label) for label in labels)) if labels else None
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FAST = ("environment", "exact", "format_tags")  # functions of ours that take less time than a message to a process
+GYM = ("reasoning_gym", "reasoning_gym_strict")  # as fast for tasks whose scorer compares texts or numbers:
+COMPARED = {f"reasoning_gym:{task}" for task in ("gsm_symbolic", "products", "spell_backward")}
 DEFAULT_TIMEOUT_S = 300.0
 MAX_WORKERS = 8  # by default; each may import torch or load a model
 
@@ -51,16 +53,24 @@ class ParallelReward:
 
     Args:
         num_workers: processes per component; 0: none
+        fast: names of our functions that are called in the thread that asks
         timeout: of one call [s]
         patience: total time that late calls of all components may take in one rollout, because other ranks wait for
             this rank [s]
     """
 
     def __init__(
-        self, reward: RewardFunction | WeightedSum, *, num_workers: int, timeout: float, patience: float
+        self,
+        reward: RewardFunction | WeightedSum,
+        *,
+        num_workers: int,
+        timeout: float,
+        patience: float,
+        fast: Sequence[str] = FAST,
     ) -> None:
         self.reward = reward
         self._timeout = timeout
+        self._fast = fast
         self._patience = patience
         components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
         self._runners: list[Direct | ProcessPool | EventLoop] = [self._start(each, num_workers) for each in components]
@@ -71,7 +81,8 @@ class ParallelReward:
             from fsdptrain.rewards.local import EventLoop
 
             return EventLoop(calls)
-        if not num_workers or (_is_ours(component.function) and getattr(component.function, "__name__", "") in FAST):
+        name = getattr(component.function, "__name__", "") if _is_ours(component.function) else ""
+        if not num_workers or name in self._fast:
             return Direct(calls)
         from fsdptrain.rewards.pool import CannotLoadError, ProcessPool
 
@@ -152,11 +163,14 @@ def _is_ours(function: RewardFunction) -> bool:
 def build_parallel(config: Config, reward: RewardFunction | WeightedSum) -> ParallelReward:
     """Start the rewards of a run with --reward-workers, --reward-timeout and the patience of --dist-timeout."""
     patience, workers = config.reward_patience, config.reward.reward_workers
+    data = (config.data.prompt_data, config.data.eval_prompt_data or config.data.prompt_data)
+    is_compared = all(name.partition("?")[0] in COMPARED for name in data)
     return ParallelReward(
         reward,
         num_workers=default_workers() if workers is None else workers,
         timeout=config.reward.reward_timeout or min(DEFAULT_TIMEOUT_S, patience / 3),
         patience=patience,
+        fast=(*FAST, *GYM) if is_compared else FAST,
     )
 
 

@@ -83,6 +83,12 @@ def test_exact_takes_one_of_several_labels_and_numbers_as_numbers(label: object,
     assert [exact(prompt, text) for text in wrong] == [0.0] * len(wrong)
 
 
+def test_math_takes_one_of_several_labels() -> None:
+    prompt = Prompt("a", [1], "?", label=["1/2", 7])
+    assert [math(prompt, text) for text in ("0.5", "\\boxed{7}", "8")] == [1.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("label", [None, "", [], [""]])
 def test_exact_cannot_score_a_row_without_a_label(label: object) -> None:
     assert exact(Prompt("a", [1], "?", label=label), "") is None
+    assert math(Prompt("a", [1], "?", label=label), "0") is None

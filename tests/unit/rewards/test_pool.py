@@ -22,7 +22,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rewards import local, parallel
 from fsdptrain.rewards import pool as processes
-from fsdptrain.rewards.build import Component, WeightedSum
+from fsdptrain.rewards.build import Component, WeightedSum, build_reward
 from fsdptrain.rewards.calls import RewardCalls
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel, default_workers
 from fsdptrain.rewards.pool import worker_environment
@@ -263,6 +263,17 @@ def test_the_default_deadline_allows_three_hanging_calls() -> None:
     for dist_timeout, timeout in [(60, 10.0), (1800, 300.0), (7200, 300.0)]:
         config = Config(hf_checkpoint="x", dist_timeout=dist_timeout, reward_workers=0)
         assert build_parallel(config, obedient)._timeout == timeout
+
+
+@pytest.mark.parametrize(
+    ("data", "evaluated", "in_process"),
+    [("gsm_symbolic", None, True), ("spell_backward?size=9", "countdown", False), ("countdown", None, False)],
+)
+def test_tasks_that_compare_texts_are_scored_without_processes(data: str, evaluated: Any, in_process: bool) -> None:
+    gym = "reasoning_gym:"
+    config = Config(hf_checkpoint="x", prompt_data=gym + data, eval_prompt_data=evaluated and gym + evaluated)
+    with closing(build_parallel(config, build_reward(config.reward, prompt_data=gym + data))) as rewards:
+        assert isinstance(rewards._runners[0], parallel.Direct) == in_process
 
 
 def test_ranks_share_cores_threads_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
