@@ -111,7 +111,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: bool) -> Iterator[St
     config = Config(
         hf_checkpoint=case.policy,
         bf16=options.bf16,
-        lr=0.0,
+        lr=1e-30,
         clip_grad=0.0,
         max_tokens_per_gpu=options.max_tokens,
         rollout_max_response_len=options.longest,

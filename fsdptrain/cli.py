@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdptrain import errors
 from fsdptrain.config.flags import asks_for_help, resolve
 from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.quiet import silence_libraries
@@ -40,6 +41,7 @@ def main() -> None:
 def run(argv: Sequence[str]) -> int:
     """Run the command in `argv` and return the exit code."""
     silence_libraries()
+    errors.in_python = False
     try:
         return _command(argv)
     except FsdptrainError as error:

@@ -4,15 +4,28 @@ The command line prints the message as one line and exits with code 2. A message
 the fix.
 """
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
 
 _NOT_OF_THE_USER = (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
+_FLAG = re.compile(r"--(no-)?([a-z][a-z0-9-]*[a-z0-9])")
+OPTIONS: set[str] = set()  # flat keys of all options
+in_python = True  # messages name keywords (lr) in place of flags (--lr); the command line turns it off
 
 
 class FsdptrainError(Exception):
-    """Base class of all errors that a user can cause and fix."""
+    """Base class of all errors that a user can cause and fix. Each argument is one problem."""
+
+    def __str__(self) -> str:
+        text = "; ".join(map(str, self.args))
+        return _FLAG.sub(_keyword, text) if in_python else text
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for each problem."""
+        return [" ".join(str(problem).splitlines()) for problem in self.args]
 
 
 class ConfigError(FsdptrainError, ValueError):
@@ -45,6 +58,12 @@ class NumericsError(FsdptrainError):
 
 class RankError(FsdptrainError):
     """Other ranks are unreachable."""
+
+
+def _keyword(match: re.Match[str]) -> str:
+    """Return the keyword of a flag: `lr` for `--lr`, `export=False` for `--no-export`."""
+    name = match[2].replace("-", "_")
+    return match[0] if name not in OPTIONS else f"{name}=False" if match[1] else name
 
 
 def describe(error: BaseException, *, at: str = "") -> str:

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first problem of the configuration."""
+    """Raise ConfigError for the problems of the configuration: one per option, or the first one of several options."""
     rules = [(key, rule) for flat, key in all_keys().items() if config.is_set(flat) for rule in key.rules]
-    for key, rule in sorted(rules, key=lambda each: isinstance(each[1], Excludes)):
-        if is_broken(config, rule):
-            from fsdptrain.config.problems import rule_problem
+    broken = [(key, rule) for key, rule in rules if is_broken(config, rule)]
+    if broken:
+        from fsdptrain.config.problems import rule_problem
 
-            raise rule_problem(config, key, rule)
+        broken.sort(key=lambda each: isinstance(each[1], Excludes))
+        first = {key.flat: (key, rule) for key, rule in reversed(broken)}
+        problems = [rule_problem(config, *first[flat]) for flat in dict.fromkeys(key.flat for key, _ in broken)]
+        problems[0].args = tuple(map(str, problems))
+        raise problems[0]
     for section in config.sections:
         _raise_first(section.problems(config))
 

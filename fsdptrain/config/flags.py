@@ -10,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from fsdptrain.config.checks import check_data_options
-from fsdptrain.config.keys import advice, all_keys, flatten, translation
+from fsdptrain.config.keys import advice, all_keys, build_sections, flatten, translation
 from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
 
@@ -105,23 +105,42 @@ def resolve(argv: Sequence[str], command_options: Mapping[str, Option] | None = 
 
 
 def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
-    """Parse the flags in `argv`. Returns values by key; the last occurrence of a flag wins."""
+    """Parse the flags in `argv`. Returns values by key; the last occurrence of a flag wins.
+
+    Raises ConfigError with all problems of the flags and their values.
+    """
     by_flag = {option.flag: key for key, option in options.items()}
-    values: dict[str, Any] = {}
+    values, problems = dict[str, Any](), list[Any]()
     rest = list(argv)
     while rest:
-        word = rest.pop(0)
-        flag, equals, attached = word.partition("=")
-        flag = flag.replace("_", "-")
-        key, negated = _find(flag, by_flag, options, word)
-        option = options[key]
-        if negated or option.annotation is bool:
-            _refuse_value(option, attached if equals else None, rest)
-        if negated or option.annotation is bool or (option.is_switch and not equals and not _values(rest)):
-            values[key] = not negated
-            continue
-        values[key] = convert(option, [attached] if equals else take(rest, many=option.many))
+        is_flag = not _values(rest)
+        try:
+            values |= _next(rest, by_flag, options)
+        except ConfigError as error:
+            problems += error.args
+            if is_flag:
+                take(rest, many=True)
+    if problems:
+        try:
+            build_sections({key: value for key, value in values.items() if key in all_keys()})
+        except ConfigError as error:
+            problems += error.args
+        raise ConfigError(*problems)
     return values
+
+
+def _next(rest: list[str], by_flag: Mapping[str, str], options: Mapping[str, Option]) -> dict[str, Any]:
+    """Take a flag and its values from the front of `rest`. Returns its value by key."""
+    word = rest.pop(0)
+    flag, equals, attached = word.partition("=")
+    flag = flag.replace("_", "-")
+    key, negated = _find(flag, by_flag, options, word)
+    option = options[key]
+    if negated or option.annotation is bool:
+        _refuse_value(option, attached if equals else None, rest)
+    if negated or option.annotation is bool or (option.is_switch and not equals and not _values(rest)):
+        return {key: not negated}
+    return {key: convert(option, [attached] if equals else take(rest, many=option.many))}
 
 
 def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], word: str) -> tuple[str, bool]:

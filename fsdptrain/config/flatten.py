@@ -10,11 +10,17 @@ from fsdptrain.errors import ConfigError
 
 def flatten_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     """See `keys.flatten`."""
-    flat: dict[str, Any] = {}
-    for key, value in _pairs(values):
-        if key.flat in flat:
-            raise ConfigError(f"{key.section}.{key.name} is given twice, in its section and flat: give it once")
-        flat[key.flat] = value
+    flat, problems = dict[str, Any](), list[Any]()
+    for name, value in values.items():
+        try:
+            for key, setting in _pairs({name: value}):
+                if key.flat in flat:
+                    raise ConfigError(f"{key.section}.{key.name} is given twice, in its section and flat: give it once")
+                flat[key.flat] = setting
+        except ConfigError as error:
+            problems += error.args
+    if problems:
+        raise ConfigError(*problems)
     return flat
 
 

@@ -18,7 +18,7 @@ from fsdptrain.config.rules import OnResume, Rule
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import Section
 from fsdptrain.config.sft import SftConfig
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import OPTIONS, ConfigError
 from fsdptrain.registry import load_plugins, suggest
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def all_keys() -> Mapping[str, Key]:
             if key.flat in keys:
                 raise ConfigError(f"{cls.__module__}: {key.flag} is an option of section {keys[key.flat].section} too")
             keys[key.flat] = key
+    OPTIONS.update(keys)
     return keys
 
 
@@ -130,20 +131,23 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
-    """Build and validate the sections of `values` (flat). Raises ConfigError for the first invalid field."""
+    """Build and validate the sections of `values` (flat). Raises ConfigError with all invalid fields."""
     grouped: dict[str, dict[str, Any]] = {}
     for flat, value in values.items():
         if isinstance(value, str) and "\0" in value:  # no file has such a name
             raise ConfigError(f"{all_keys()[flat].flag} holds a NUL character: {value!r:.80}")
         grouped.setdefault(all_keys()[flat].section, {})[all_keys()[flat].name] = value
     sections: dict[str, Section] = {}
+    problems: list[str] = []
     for name, fields in grouped.items():
         try:
             sections[name] = all_sections()[name](**fields)
         except ValidationError as error:
-            from fsdptrain.config.problems import field_problem
+            from fsdptrain.config.problems import field_problems
 
-            raise field_problem(error, section=name) from None
+            problems += field_problems(error, section=name)
+    if problems:
+        raise ConfigError(*problems)
     return sections
 
 

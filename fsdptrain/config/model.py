@@ -105,7 +105,7 @@ class OptimConfig(Section):
     optimizer: Annotated[str, FSDP_ONLY, REFUSED] = "adamw"
     """adamw, muon, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
     See docs/optimizers.md."""
-    lr: float = Field(default=1e-6, ge=0.0)
+    lr: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate."""
     min_lr: Annotated[float, IdleWith("lr_decay_style=constant", fix=_DECAYS)] = Field(default=0.0, ge=0.0)
     """Learning rate at the end of the decay."""

@@ -1,5 +1,6 @@
 """Advice for names of other trainers' options and of removed ones: other_names.ini. Imported after an error only."""
 
+import re
 from collections.abc import Mapping
 from configparser import RawConfigParser
 from fnmatch import fnmatchcase
@@ -7,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".ini")
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown
 NONE = "none"  # in place of a flag: there is no such option here
 
 
@@ -15,7 +17,7 @@ def tables() -> Mapping[str, Mapping[str, tuple[str, str]]]:
     """Return trainer -> name there -> (flag here or `none`, note)."""
     return {
         trainer: {name: (here.strip(), note.strip()) for name, (here, _, note) in rows}
-        for trainer, section in _sections().items()
+        for trainer, section in sections().items()
         if trainer != "advice"
         for rows in [[(name, text.partition("|")) for name, text in section.items()]]
     }
@@ -29,13 +31,15 @@ def as_flag(name: str) -> str:
 def translate(name: str) -> str:
     """Return advice for the `name` that another trainer gives an option, or ""."""
     flag = as_flag(name)
-    for pattern, sentence in _sections()["advice"].items():
+    for pattern, sentence in sections()["advice"].items():
         if fnmatchcase(flag[2:], pattern):
             return sentence
     here, note = names_here().get(flag, ("", ""))
+    if note:
+        note = " (" + _LINK.sub(r"\1", note).replace("`", "") + ")"
     if here == NONE:
-        return f"there is none here{note and f' ({note})'}: leave it out"
-    return f"it is {here} here" if here else ""
+        return f"there is none here{note}: leave it out"
+    return f"it is {here} here{note}" if here else ""
 
 
 @cache
@@ -46,7 +50,7 @@ def names_here() -> Mapping[str, tuple[str, str]]:
 
 
 @cache
-def _sections() -> Mapping[str, Mapping[str, str]]:
+def sections() -> Mapping[str, Mapping[str, str]]:
     parser = RawConfigParser(delimiters=("=",), comment_prefixes=("#",), strict=True)
     parser.optionxform = str  # type: ignore[assignment]  # names keep their case
     parser.read_string(FILE.read_text(encoding="utf-8"))

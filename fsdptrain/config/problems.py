@@ -25,14 +25,15 @@ _BOUNDS = {
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-def field_problem(error: pydantic.ValidationError, *, section: str) -> ConfigError:
-    """Return the first error of a section, such as `--eps-clip must be less than 1, got 1.5`."""
-    detail = error.errors(include_url=False)[0]
-    name = str(detail["loc"][0])
-    key = Key(all_sections()[section], name)
-    annotation = key.field.annotation
-    value = detail["input"]
-    return ConfigError(f"{key.flag} {_reason(detail, annotation)}, got {_shown(value)}{near(value, annotation)}")
+def field_problems(error: pydantic.ValidationError, *, section: str) -> list[str]:
+    """Return a line for each invalid field of a section, such as `--eps-clip must be less than 1, got 1.5`."""
+    lines: dict[str, str] = {}  # the first of each field: a union has one error for each of its types
+    for detail in error.errors(include_url=False):
+        key = Key(all_sections()[section], str(detail["loc"][0]))
+        annotation, value = key.field.annotation, detail["input"]
+        line = f"{key.flag} {_reason(detail, annotation)}, got {_shown(value)}{near(value, annotation)}"
+        lines.setdefault(key.name, line)
+    return [*lines.values()]
 
 
 def _reason(detail: ErrorDetails, annotation: Any) -> str:

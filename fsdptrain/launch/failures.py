@@ -37,9 +37,8 @@ class Failure:
 
 def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False) -> Failure:
     """Build a Failure from `error`. `lost_connection`: the error is a lost connection to another rank."""
-    is_user_error = isinstance(error, FsdptrainError)
-    if is_user_error:
-        text = _one_line(str(error))
+    if isinstance(error, FsdptrainError):
+        text = "\nfsdptrain: ".join(map(_one_line, error.lines))
     elif lost_connection and type(error).__name__ != "DistBackendError":  # NCCL may name another cause
         text = (
             f"rank {rank} lost another rank, which has ended, hangs or is cut off (--dist-timeout): {_briefly(error)}"
@@ -49,7 +48,7 @@ def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False
     return Failure(
         time=time.time(),
         text=text,
-        exit_code=2 if is_user_error else 1,
+        exit_code=2 if isinstance(error, FsdptrainError) else 1,
         is_consequence=lost_connection or isinstance(error, RankError),
     )
 

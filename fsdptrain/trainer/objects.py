@@ -1,15 +1,39 @@
 """Objects that `Trainer` gets in place of names, and the configuration that names them."""
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.keys import all_keys
+from fsdptrain.config.keys import advice, all_keys
 from fsdptrain.config.presets import preset_values
 from fsdptrain.errors import ConfigError
 
 _ARGUMENTS = {"advantage_estimator": "advantage", "rollout_engine": "engine"}  # of `Trainer`, by option
+
+
+def wrong_arguments(config: Any, unknown: Mapping[str, Any], **data: Any) -> ConfigError:
+    """Return the error of a Trainer(...) call without a Config, with unknown keywords, or with names as data."""
+    problems = [f"Trainer({name}=...) is unknown{_advice(name)}" for name in unknown]
+    for name, given in data.items():
+        if isinstance(given, str | os.PathLike):
+            flag = "--eval-prompt-data" if name == "eval_dataset" else "--prompt-data"
+            problems.append(f"Trainer({name}={str(given)!r}) takes rows, not a name: give it to Config by {flag}")
+    if not isinstance(config, Config):
+        shown = f", got {config!r:.80}" if config is not None else ""
+        problems.append(f"Trainer takes a Config first{shown}: Trainer(Config(hf_checkpoint='Qwen/Qwen3-4B'), ...)")
+    return ConfigError(*problems)
+
+
+def _advice(name: str) -> str:
+    """Return where an unknown argument of `Trainer` belongs."""
+    if here := {"reward_funcs": "reward", "train_dataset": "dataset", "reward_fn": "reward"}.get(name):
+        return f": it is {here} here"
+    if name in all_keys():
+        return ": it is an option, Config takes it"
+    arguments = ["reward", "dataset", "eval_dataset", "environment", "loss", "advantage", "engine", "optimizer"]
+    return advice(name, [*arguments, "callbacks"])
 
 
 def config_naming(

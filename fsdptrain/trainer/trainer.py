@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Never, Self, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -53,7 +53,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | None = None,
         *,
         reward: RewardFunction | None = None,
         dataset: Rows | None = None,
@@ -64,7 +64,16 @@ class Trainer:
         engine: RolloutEngine | Callable[..., RolloutEngine] | None = None,
         optimizer: Callable[..., Any] | None = None,
         callbacks: Sequence[Callback] = (),
+        **unknown: Never,
     ) -> None:
+        if (
+            not isinstance(config, Config)
+            or unknown
+            or any(isinstance(given, str | os.PathLike) for given in (dataset, eval_dataset))
+        ):
+            from fsdptrain.trainer.objects import wrong_arguments
+
+            raise wrong_arguments(config, unknown, dataset=dataset, eval_dataset=eval_dataset)
         if reward is not None and not config.generates:
             raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft")
         objects = {

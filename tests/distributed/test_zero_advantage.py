@@ -64,7 +64,7 @@ def one_step(backend: FSDPBackend, found: dict, loss: str, settings: LossConfig,
 def every_loss(checkpoint: str) -> dict[tuple[str, str], tuple[Step, Step, Step, int]]:
     """Skipped, computed, without the samples that are skipped, and the tokens of this rank's packs."""
     backends_in_float64()
-    backend = FSDPBackend(config(checkpoint, lr=0.0, clip_grad=0.0, prefix_sharing=True), total_steps=10)
+    backend = FSDPBackend(config(checkpoint, lr=1e-30, clip_grad=0.0, prefix_sharing=True), total_steps=10)
     gradients, found = keep_gradients(backend._optimizer), {}
     for number, loss in enumerate(SKIPPED_WITH):
         aggregation, settings = sorted(AGGREGATIONS)[number % len(AGGREGATIONS)], options(number)

@@ -258,3 +258,35 @@ def test_objects_stand_in_for_names(checkpoint, tmp_path):
 def test_an_argument_that_contradicts_the_configuration_is_refused(checkpoint, tmp_path, values, arguments, line):
     with pytest.raises(ConfigError, match=line):
         Trainer(config(checkpoint, tmp_path, **values), dataset=ROWS, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            {"dataset": "rows.jsonl"},
+            ["Trainer(dataset='rows.jsonl') takes rows, not a name: give it to "],
+        ),
+        (
+            {"reward_funcs": len, "train_dataset": ROWS, "peft_config": None, "lr": 1e-5, "args": None},
+            [
+                "Trainer(reward_funcs=...) is unknown: it is reward here",
+                "Trainer(train_dataset=...) is unknown: it is dataset here",
+                "Trainer(peft_config=...) is unknown: it is --lora-rank here (with --lora-alpha and --lora-targets)",
+                "Trainer(lr=...) is unknown: it is an option, Config takes it",
+                "Trainer(args=...) is unknown: options are keywords of Config",
+            ],
+        ),
+        (
+            {"config": None, "model": "x"},
+            ["Trainer(model=...) is unknown: it is --hf-checkpoint here", "Trainer takes"],
+        ),
+        ({"config": "Qwen/Qwen3-4B"}, ["Trainer takes a Config first, got 'Qwen/Qwen3-4B': Trainer(Config(hf_che"]),
+    ],
+)
+def test_an_argument_of_another_trainer_gets_a_hint(arguments, lines, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        Trainer(**{"config": config("x", tmp_path), **arguments})
+    assert len(caught.value.lines) == len(lines)
+    for line, begin in zip(caught.value.lines, lines, strict=True):
+        assert line.startswith(begin)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fsdptrain import errors
 from fsdptrain.config import AlgorithmConfig, Config, FsdpConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
@@ -45,7 +46,7 @@ def test_every_option_has_a_help_text():
         ({"rollout_temperature": 1e-30}, "--rollout-temperature must be at least 0.01, got 1e-30"),
         ({"rollout_temperature": 1e30}, "--rollout-temperature must be at most 100, got 1e+30"),
         ({"eval_temperature": 1e30}, "--eval-temperature must be at most 100, got 1e+30"),
-        ({"lr": -1e-6}, "--lr must be at least 0, got -1e-06"),
+        ({"lr": -1e-6}, "--lr must be greater than 0, got -1e-06"),
         ({"lr": float("inf")}, "--lr must be finite, got inf"),
         ({"lr": float("nan")}, "--lr must be finite, got nan"),
         ({"lr": "fast"}, "--lr must be a number, got 'fast'"),
@@ -134,3 +135,14 @@ def test_each_model_and_algorithm_has_a_folder_by_default() -> None:
     assert folder() == "runs/Qwen3-4B-grpo"
     assert folder(algorithm="sft", hf_checkpoint="/models/b/") == "runs/b-sft"
     assert folder(output_dir="x") == folder(run={"output_dir": "x"}) == "x"
+
+
+def test_messages_name_keywords_in_python(monkeypatch):
+    monkeypatch.setattr(errors, "in_python", True)
+    with pytest.raises(ConfigError, match=r"^eps_clip must be less than 1, got 3; lr must be greater than 0, got 0$"):
+        Config(hf_checkpoint="x", eps_clip=3, lr=0)
+    with pytest.raises(ConfigError, match=r"^unknown key 'learning_rate': it is lr here$"):
+        Config(hf_checkpoint="x", learning_rate=1)
+    with pytest.raises(ConfigError, match=r"^fp16 and bf16 are both on: choose one, e\.g\. fp16 bf16=False$"):
+        Config(hf_checkpoint="x", fp16=True, bf16=True)
+    assert str(ConfigError("torchrun --nnodes 2 --max-tokens-per-gpu 3")) == "torchrun --nnodes 2 max_tokens_per_gpu 3"

@@ -1,14 +1,24 @@
 """From argv to values: every spelling of a flag, and one line for each mistake."""
 
+import re
+from typing import get_args
+
 import pytest
 
 from fsdptrain.config import Config, resolve
 from fsdptrain.config.flags import config_options, convert
 from fsdptrain.config.keys import advice, all_keys
-from fsdptrain.config.other_names import NONE, names_here, tables
+from fsdptrain.config.other_names import NONE, names_here, sections, tables
 from fsdptrain.errors import ConfigError
 
 MODEL = ["--hf-checkpoint", "x"]
+FLAG = r"--[a-z][a-z0-9-]+[a-z0-9]"
+EXTRA = {f"--sft-loss-on {value}": ["--algorithm", "sft"] for value in ("all", "assistant")}
+OF_TORCHRUN = {"--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts", "--log-dir", "--redirects", "--tee"}
+
+
+def is_number(annotation):
+    return not {int, float}.isdisjoint({annotation, *get_args(annotation)})
 
 
 def value(flat, *argv):
@@ -140,7 +150,14 @@ def test_every_default_can_be_written_as_a_flag(flat):
 
 def test_each_name_of_another_trainer_leads_to_an_option():
     flags = {option.flag for option in config_options().values()} | {NONE}
-    assert {here for table in tables().values() for here, _ in table.values()} <= flags
+    named = [here for table in tables().values() for here, _ in table.values()]
+    assert {here.split()[0] for here in named} <= flags | {"--recipe"}
+    for value in (here for here in named if " " in here):
+        assert resolve([*MODEL, *value.split(), *EXTRA.get(value, [])])
+    advised = {word for advised in sections()["advice"].values() for word in re.findall(FLAG, advised)}
+    known = {flag.replace("--", "--no-") for flag in flags} | flags | OF_TORCHRUN
+    notes = {word for table in tables().values() for _, note in table.values() for word in re.findall(FLAG, note)}
+    assert advised | notes <= known
     assert not flags.intersection(names_here())
     assert {len(table) >= 12 for trainer, table in tables().items() if trainer != "guesses"} == {True}
     for name in names_here():
@@ -150,7 +167,15 @@ def test_each_name_of_another_trainer_leads_to_an_option():
 @pytest.mark.parametrize(
     ("word", "here"),
     [
-        ("--per_device_train_batch_size", "--max-tokens-per-gpu"),
+        ("--per_device_train_batch_size", "--global-batch-size"),
+        ("--use-vllm", "--rollout-engine vllm"),
+        ("--torch-dtype", "--bf16, --fp16 or --no-bf16 [(]float32[)]"),
+        ("--dtype", "--bf16, --fp16 or --no-bf16 [(]float32[)]"),
+        ("--epochs", "--num-rollout"),
+        ("--batch-size", "--rollout-batch-size, in prompts, or --global-batch-size, in samples of an optimizer step"),
+        ("--config", "--recipe"),
+        ("--gpus", "--nproc-per-node"),
+        ("--use_wandb", "--log-to console wandb"),
         ("actor_rollout_ref.rollout.n=8", "--n-samples-per-prompt"),
         ("--data.train_files", "--prompt-data"),
         ("--init_kl_coef", "--kl-loss-coef"),
@@ -158,7 +183,7 @@ def test_each_name_of_another_trainer_leads_to_an_option():
     ],
 )
 def test_the_name_that_another_trainer_gives_an_option_is_translated(word, here):
-    with pytest.raises(ConfigError, match=f": it is {here} here$"):
+    with pytest.raises(ConfigError, match=rf": it is {here}( here( \([^`\]]+\))?)?$"):
         resolve(["--hf-checkpoint", "x", word])
 
 
@@ -173,6 +198,8 @@ def test_the_name_that_another_trainer_gives_an_option_is_translated(word, here)
             ["--prompt-data", "a.jsonl", "data.train_batch_size=3"],
             "unexpected argument 'data.train_batch_size=3': it is --rollout-batch-size here",
         ),
+        (["--stop", "x"], "unknown flag --stop: there is none here (responses end at the EOS tokens of the model)"),
+        (["--micro-train-batch-size", "2"], "unknown flag --micro-train-batch-size: there is none here (batches are "),
         (["--vllm_num_engines", "2"], "unknown flag --vllm-num-engines: --rollout-engine vllm has one on each GPU"),
     ],
 )
@@ -184,10 +211,41 @@ def test_the_form_of_other_trainers_is_answered_with_the_option_here(argv, line)
 
 def test_a_key_of_a_section_is_translated_with_the_name_of_the_section():
     """verl's data.train_batch_size counts prompts, train_batch_size of OpenRLHF counts samples."""
-    with pytest.raises(ConfigError, match=r"'train_batch_size' in section 'data': it is --rollout-batch-size here$"):
+    with pytest.raises(
+        ConfigError, match=r"'train_batch_size' in section 'data': it is --rollout-batch-size here .prompts.$"
+    ):
         Config(hf_checkpoint="x", data={"train_batch_size": 8})
     with pytest.raises(ConfigError, match=r"'train_batch_size' in section 'run': it is --global-batch-size here$"):
         Config(hf_checkpoint="x", run={"train_batch_size": 8})
+
+
+def test_all_problems_are_reported_at_once():
+    argv = ["--learning-rate", "1", "--num-rollout", "2.5", "--fp16=no", "stray", "--eps-clip", "3", "--top-p", "0"]
+    with pytest.raises(ConfigError) as caught:
+        resolve([*MODEL, *argv])
+    begins = ["unknown flag --learning-rate: it is --lr", "--num-rollout must be a whole", "--fp16 takes no value, got"]
+    begins += ["unexpected argument 'stray'", "unknown flag --top-p: it is --rollout-top-p", "--eps-clip must be less"]
+    assert [next(b for b in begins if line.startswith(b)) for line in caught.value.lines] == [*begins[:3], *begins[4:]]
+    with pytest.raises(ConfigError) as caught:
+        Config(hf_checkpoint="x", lr=0, adam_eps=0, eps_clip=-1, kl_loss_type=3)
+    assert {line.split()[0] for line in caught.value.lines} == {"--lr", "--adam-eps", "--eps-clip", "--kl-loss-type"}
+    with pytest.raises(ConfigError) as caught:
+        Config(hf_checkpoint="x", learning_rate=1, epochs=2)
+    assert [line.split()[2] for line in caught.value.lines] == ["'learning_rate':", "'epochs':"]
+    with pytest.raises(ConfigError) as caught:
+        Config(hf_checkpoint="x", kl_loss_type="k1", use_unbiased_kl=True, mismatch_high=3.0)
+    assert [line.split()[0] for line in caught.value.lines] == [
+        "--kl-loss-type",
+        "--use-unbiased-kl",
+        "--mismatch-high",
+    ]
+
+
+@pytest.mark.parametrize("flat", [flat for flat, key in all_keys().items() if is_number(key.field.annotation)])
+def test_no_number_is_negative_or_not_finite(flat):
+    for value in [float("nan"), float("inf"), -1][: 2 if flat in ("seed", "rollout_seed", "pass_threshold") else 3]:
+        with pytest.raises(ConfigError, match=all_keys()[flat].flag):
+            Config(hf_checkpoint="x", **{flat: value})
 
 
 @pytest.mark.parametrize("flag", ["--banana", "--gpu", "--zzz-size", "--actor-rollout-ref.actor.optim.lr-x"])
