@@ -37,7 +37,8 @@ class RunConfig(Section):
     """Seed of everything except sampling."""
     resume: str = Field(default="auto", min_length=1)
     """`auto`: resume from the newest checkpoint in output_dir, if any; changes of model, algorithm, data or reward are
-    rejected. `never`: an output_dir in use is an error. Or a checkpoint directory, which allows any changed options."""
+    rejected, also of their files. `never`: an output_dir in use is an error. Or a checkpoint directory, which allows
+    any changes."""
     save_interval: Annotated[int, Requires("keep_last")] = Field(default=50, ge=0)
     """Rollouts between checkpoints. 0: only the last one; none if --keep-last is 0."""
     keep_last: int = Field(default=2, ge=0)

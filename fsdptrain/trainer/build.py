@@ -88,6 +88,12 @@ def build_loop(
         builder = sample_builder(config, tokenizer, data.stream)
         make_engine = engine_factory(config.rollout.engine) if config.generates else None
     require_same_data(data.stream)
+    if config.run.num_rollout and (config.run.keep_last or folder.checkpoint is not None):
+        from fsdptrain.trainer.inputs import bind_inputs
+
+        folder = bind_inputs(
+            folder, checkpoint, data, reward_function, named=config.run.resume not in ("auto", "never")
+        )
     held_out = None
     if data.supervised:
         from fsdptrain.trainer.sft_evaluation import held_out_samples

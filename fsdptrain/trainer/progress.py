@@ -30,6 +30,7 @@ class Progress:
             folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
         )
         self._num_updates = 0  # optimizer steps that were not skipped
+        self._inputs = folder.inputs
         self._config = config
         self._backend = backend
         self._stream = stream
@@ -75,7 +76,7 @@ class Progress:
         pending = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
-            state["num_updates"] = self._num_updates
+            state |= {"num_updates": self._num_updates, "inputs": dict(self._inputs)}
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
         return pending
 

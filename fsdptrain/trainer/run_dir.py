@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class RunFolder:
     path: Path
     checkpoint: Path | None  # checkpoint to resume from; None: a new run
     progress: dict[str, Any] | None  # contents of `PROGRESS_FILE` in that checkpoint
+    inputs: Mapping[str, str] = field(default_factory=dict)  # digests: `bind_inputs`
 
     @property
     def resumed_step(self) -> int | None:

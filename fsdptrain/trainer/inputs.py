@@ -1,0 +1,114 @@
+"""What a run is bound to: its rows, templates, tokenizer, rewards and model, as digests in each checkpoint."""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from fsdptrain.data.rows import Rows
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import CheckpointError
+from fsdptrain.model.loading.files import weight_files
+from fsdptrain.protocols import RewardFunction
+from fsdptrain.rewards.build import WeightedSum
+from fsdptrain.trainer.data import RunData
+from fsdptrain.trainer.run_dir import RunFolder
+
+log = logging.getLogger(__name__)
+
+_ROWS = 1000  # of larger data sets so many rows are read, at equal distances
+_SLICES, _SLICE_BYTES = 16, 4096  # of each file of weights
+
+
+def bind_inputs(
+    folder: RunFolder, checkpoint: Path, data: RunData, reward: RewardFunction | WeightedSum | None, *, named: bool
+) -> RunFolder:
+    """Return `folder` with the digests of the inputs. Collective.
+
+    Raises CheckpointError on all ranks if an input is not that of the checkpoint to resume from. named: --resume names
+    that checkpoint, so the run goes on, with a warning.
+    """
+    inputs: dict[str, str] = {}
+    with raise_on_all_ranks(CheckpointError, "--resume"):
+        if dist.get_rank() == 0:
+            inputs = {
+                "rows of --prompt-data": _rows(data.stream.rows),
+                "held-out rows": _digest(sorted(data.stream.exclude)),
+                "chat template": _digest(str(data.stream.tokenizer.chat_template)),
+                "tokenizer": _tokenizer(data.stream.tokenizer),
+                "source of --reward": _reward(reward),
+                "files of --hf-checkpoint": _model(checkpoint),
+            }
+            before = (folder.progress or {}).get("inputs", {})
+            changed = [name for name, digest in inputs.items() if before.get(name, digest) != digest]
+            if changed and named:
+                log.warning("resumes with other inputs: %s", ", ".join(changed))
+            elif changed:
+                since = f"since checkpoint {folder.checkpoint} was written, this has changed: {', '.join(changed)}"
+                fix = f"restore it, go on with it by --resume {folder.checkpoint}, or choose another --output-dir"
+                raise CheckpointError(f"--resume: {since}; {fix}")
+    return dataclasses.replace(folder, inputs=inputs)
+
+
+def _digest(*values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=_plain)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    return dict(value) if isinstance(value, Mapping) else type(value).__name__  # its text may be an address
+
+
+def _rows(rows: Rows) -> str:
+    """Digest the number of rows and their content; of a large data set that of `_ROWS` rows."""
+    count = len(rows)
+    chosen = range(count) if count <= _ROWS else [i * (count - 1) // (_ROWS - 1) for i in range(_ROWS)]
+    contents = ((row.prompt, row.label, row.metadata) for row in (rows[index] for index in chosen))
+    return _digest(count, [_digest(*content) for content in contents])
+
+
+def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    return _digest(tokenizer.get_vocab() if backend is None else backend.to_str(), tokenizer.special_tokens_map)
+
+
+def _reward(reward: RewardFunction | WeightedSum | None) -> str:
+    """Digest the files that define the rewards of the user; those of this package are known by their names."""
+    functions = [each.function for each in reward.components] if isinstance(reward, WeightedSum) else [reward]
+    return _digest([_source(function) for function in functions])
+
+
+def _source(function: Any) -> str:
+    module = getattr(function, "__module__", None) or type(function).__module__
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    if module.startswith("fsdptrain."):
+        return f"{module}:{name}"
+    try:
+        defined = inspect.unwrap(function) if inspect.isroutine(function) else type(function)
+        if module == "__main__":  # other parts of a script may change
+            return _digest(inspect.getsource(defined))
+        return _digest(Path(inspect.getfile(defined)).read_text(errors="replace"))
+    except (TypeError, OSError):  # an object without a file
+        return f"{module}:{name}"
+
+
+def _model(checkpoint: Path) -> str:
+    """Digest config.json and slices of all files of weights: the headers, and some of the values."""
+    slices = [(checkpoint / "config.json").read_bytes()]
+    for path in weight_files(checkpoint):
+        size = path.stat().st_size
+        slices.append(str(size).encode())
+        with path.open("rb") as file:
+            for index in range(_SLICES):
+                file.seek(index * max(0, size - _SLICE_BYTES) // (_SLICES - 1))
+                slices.append(file.read(_SLICE_BYTES))
+    return hashlib.sha256(b"\0".join(slices)).hexdigest()[:16]

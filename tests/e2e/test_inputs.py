@@ -1,0 +1,118 @@
+"""A resumed run has the inputs of its checkpoint, or says which it has not."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from fsdptrain import Config, Trainer
+from fsdptrain.errors import CheckpointError
+from tests.testing import save_tiny_checkpoint
+
+ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(40)]
+REWARD = "def right(prompt, response):\n    return len(response) % 3\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with a checkpoint, and of its inputs."""
+    folder = tmp_path_factory.mktemp("bound")
+    write(folder)
+    Trainer(config(folder, num_rollout=1)).fit()
+    return folder
+
+
+def write(folder: Path) -> None:
+    save_tiny_checkpoint(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "my_inputs_reward.py").write_text(REWARD)
+    sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
+    importlib.invalidate_caches()
+    sys.modules.pop("my_inputs_reward", None)
+
+
+def config(folder: Path, **values: Any) -> Config:
+    return Config(
+        hf_checkpoint=str(folder / "model"),
+        output_dir=str(folder / "run"),
+        prompt_data=str(folder / "rows.jsonl"),
+        reward=["my_inputs_reward:right"],
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        rollout_max_response_len=4,
+        eval_size=4,
+        reward_workers=0,
+        bf16=False,
+        log_to=[],
+        export=False,
+        **values,
+    )
+
+
+def other_row(folder: Path) -> None:
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    lines[17] = json.dumps({"prompt": "say 17", "label": "18"})
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def other_order(folder: Path) -> None:
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    (folder / "rows.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
+
+
+def other_template(folder: Path) -> None:
+    path = folder / "model" / "chat_template.jinja"
+    path.write_text(path.read_text() + " ")
+
+
+def other_tokenizer(folder: Path) -> None:
+    path = folder / "model" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"normalizer": null', '"normalizer": {"type": "NFC"}'))
+
+
+def other_reward(folder: Path) -> None:
+    (folder / "my_inputs_reward.py").write_text(REWARD.replace("3", "5"))
+
+
+def other_weights(folder: Path) -> None:
+    path = sorted((folder / "model").glob("*.safetensors"))[0]
+    save_file({name: x + 1 for name, x in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (other_row, ["rows of --prompt-data"]),
+        (other_order, ["rows of --prompt-data", "held-out rows"]),
+        (other_template, ["chat template"]),
+        (other_tokenizer, ["tokenizer"]),
+        (other_reward, ["source of --reward"]),
+        (other_weights, ["files of --hf-checkpoint"]),
+    ],
+)
+def test_a_resume_with_another_input_names_it_and_a_named_checkpoint_goes_on(
+    folder: Path, change: Callable[[Path], None], names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder)
+    change(folder)
+    with pytest.raises(CheckpointError, match="this has changed: ") as caught:
+        Trainer(config(folder, num_rollout=2)).fit()
+    checkpoint = folder / "run" / "checkpoints" / "step_00000001"
+    assert f"this has changed: {', '.join(names)}; restore it, go on with it by --resume {checkpoint}" in str(
+        caught.value
+    )
+    with Trainer(config(folder, num_rollout=2, resume=str(checkpoint))) as trainer:
+        assert trainer.step == 1
+    assert f"resumes with other inputs: {', '.join(names)}" in caplog.text
+
+
+def test_a_resume_with_the_same_inputs_says_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(folder)
+    with Trainer(config(folder, num_rollout=2)) as trainer:
+        assert trainer.step == 1
+    assert "inputs" not in caplog.text
