@@ -9,7 +9,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_NOT_OF_THE_USER = (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
+_LIBRARIES = (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+_NOT_OF_THE_USER = ("<", *(f"{folder}/" for folder in _LIBRARIES))
 _FLAG = re.compile(r"--(no-)?([a-z][a-z0-9-]*[a-z0-9])")
 OPTIONS: set[str] = set()  # flat keys of all options
 in_python = True  # messages name keywords (lr) in place of flags (--lr); the command line turns it off
