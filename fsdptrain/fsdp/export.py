@@ -183,7 +183,8 @@ def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset(), stop: 
     if stop:
         generation = target / "generation_config.json"
         values = json.loads(generation.read_text()) if generation.is_file() else {}
-        generation.write_text(json.dumps(values | {"eos_token_id": list(stop)}, indent=2) + "\n")
+        values |= {"eos_token_id": list(stop), "_from_model_config": False}  # else config.json takes precedence
+        generation.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _is_weights(path: Path) -> bool:

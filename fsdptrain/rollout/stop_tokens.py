@@ -1,6 +1,7 @@
 """The token ids that end a response, the same for every engine."""
 
 import logging
+from functools import cache
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -31,8 +32,7 @@ def stop_tokens(
         ids = ids or _as_ids(tokenizer.eos_token_id)
         end = turn_end(tokenizer, data) if data is not None and chat else None
         if end is not None and end not in ids:
-            name = tokenizer.convert_ids_to_tokens(end)
-            log.info("responses end at %s too: the chat template ends turns with it, but eos_token_id lacks it", name)
+            _tell(str(tokenizer.convert_ids_to_tokens(end)))
             ids = (*ids, end)
     return ids
 
@@ -42,6 +42,11 @@ def new_stop_tokens(checkpoint: Path, config: PreTrainedConfig, run: Config) -> 
     trust = run.model.trust_remote_code
     ids = stop_tokens(checkpoint, config, trust_remote_code=trust, data=run.data)
     return () if ids == stop_tokens(checkpoint, config, trust_remote_code=trust) else ids
+
+
+@cache
+def _tell(token: str) -> None:
+    log.info("responses end at %s too: the chat template ends turns with it, but eos_token_id lacks it", token)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None:

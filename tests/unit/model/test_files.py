@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.errors import CheckpointError
@@ -128,4 +129,6 @@ def test_the_token_that_ends_turns_of_the_template_ends_responses_and_is_exporte
         target.mkdir()
         copy_rest(source, target, stop=new_stop_tokens(source, config, run))
         exported, original = ((folder / "generation_config.json").read_text() for folder in (target, source))
-        assert exported == original if end == 1 else json.loads(exported)["eos_token_id"] == [0, 1]
+        assert (exported == original) == (end == 1)
+        found = GenerationConfig.from_pretrained(target)
+        assert (found.eos_token_id, bool(found._from_model_config)) == ((1, True) if end == 1 else ([0, 1], False))
