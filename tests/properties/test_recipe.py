@@ -29,7 +29,7 @@ VALUES = {
     "fsdp_reshard_after_forward": st.booleans(),
     "rollout_seed": st.integers(-(2**61), 2**61),
     "num_rollout": st.integers(0, 10**12),
-    "lr": st.floats(0, 1e9),
+    "lr": st.floats(1e-9, 1e9),
     "weight_decay": st.floats(0, 1e300),
     "adam_eps": SMALL,
     "adam_beta2": SMALL,
