@@ -10,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from fsdptrain.config.checks import check_data_options
-from fsdptrain.config.keys import advice, all_keys, build_sections, flatten, translation
+from fsdptrain.config.keys import all_keys, build_sections, flatten
 from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
 
@@ -150,8 +150,10 @@ def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], 
     positive = "--" + flag.removeprefix("--no-")
     if flag.startswith("--no-") and positive in by_flag and options[by_flag[positive]].is_switch:
         return by_flag[positive], True
+    from fsdptrain.config.other_names import advice, translate
+
     if not _FLAG.match(word):
-        if advised := translation(word.partition("=")[0]):  # Hydra writes key=value
+        if advised := translate(word.partition("=")[0]):  # Hydra writes key=value
             raise ConfigError(f"unexpected argument {word!r}: {advised}")
         raise ConfigError(f"unexpected argument {word!r}: options begin with --, e.g. --hf-checkpoint {word}")
     raise ConfigError(f"unknown flag {flag}{advice(flag, list(by_flag))}")

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdptrain.config.keys import Key, advice, all_keys, all_sections, translation
+from fsdptrain.config.keys import Key, all_keys, all_sections
+from fsdptrain.config.other_names import advice, translate
 from fsdptrain.config.section import Section
 from fsdptrain.errors import ConfigError
 
@@ -48,7 +49,7 @@ def _fields_of(section: str, value: Any) -> dict[str, Any]:
         raise ConfigError(f"{section!r} is a section, it takes a mapping such as {example}, got {value!r}")
     for name in value:
         if name not in known:
-            translated = translation(f"{section}.{name}")  # verl and OpenRLHF have a section data, too
+            translated = translate(f"{section}.{name}")  # verl and OpenRLHF have a section data, too
             advised = f": {translated}" if translated else advice(str(name), known)
             raise ConfigError(f"unknown key {str(name)!r} in section {section!r}{advised}")
     return dict(value)

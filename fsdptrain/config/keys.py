@@ -19,7 +19,7 @@ from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import Section
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.errors import OPTIONS, ConfigError
-from fsdptrain.registry import load_plugins, suggest
+from fsdptrain.registry import load_plugins
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -149,16 +149,3 @@ def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
     if problems:
         raise ConfigError(*problems)
     return sections
-
-
-def translation(name: str) -> str:
-    """Return advice for the `name` that another trainer gives an option, or ""."""
-    from fsdptrain.config.other_names import translate  # only for errors
-
-    return translate(name)
-
-
-def advice(name: str, known: list[str]) -> str:
-    """Return advice for an unknown `name`: the name here of another trainer's option, or the nearest name."""
-    translated = translation(name)
-    return f": {translated}" if translated else suggest(name, known, cutoff=0.8)

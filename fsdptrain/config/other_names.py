@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
+from fsdptrain.registry import suggest
+
 FILE = Path(__file__).with_suffix(".ini")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown
 NONE = "none"  # in place of a flag: there is no such option here
@@ -40,6 +42,12 @@ def translate(name: str) -> str:
     if here == NONE:
         return f"there is none here{note}: leave it out"
     return f"it is {here} here{note}" if here else ""
+
+
+def advice(name: str, known: list[str]) -> str:
+    """Return advice for an unknown `name`: the name here of another trainer's option, or the nearest name."""
+    translated = translate(name)
+    return f": {translated}" if translated else suggest(name, known, cutoff=0.8)
 
 
 @cache

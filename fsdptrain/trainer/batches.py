@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.data.packing.pack import NO_IMAGES, PackPlan, pack, plan_packs, plan_rows
+from fsdptrain.data.packing.pack import NO_IMAGES, PackPlan, pack, plan_packs
 from fsdptrain.data.packing.sample_index import SampleIndex, gather_index
 from fsdptrain.errors import DataError
 from fsdptrain.feature import NO_FEATURES, Features
@@ -183,4 +183,8 @@ def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: Pac
     plan = None if packer is None else packer.plan(lengths, prompts, **limits)
     if plan is not None:
         return plan
-    return (plan_packs if rules.layout == "packed" else plan_rows)(lengths, **limits)
+    if rules.layout == "packed":
+        return plan_packs(lengths, **limits)
+    from fsdptrain.data.packing.padded import plan_rows
+
+    return plan_rows(lengths, **limits)

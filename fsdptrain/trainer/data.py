@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import Config
 from fsdptrain.config.sft import sft_options
 from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
-from fsdptrain.data.rows import Row, Rows, content_hash, split_rows
+from fsdptrain.data.rows import Row, Rows, content_hash
 from fsdptrain.data.sources import load_rows
 from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import DataError
@@ -52,10 +52,11 @@ def build_data(
     if config.evaluates and config.data.eval_prompt_data is not None:
         held_out = _evaluation_rows(config, image_key, eval_dataset)
     elif config.evaluates:
+        from fsdptrain.data.held_out import split_rows
+
         size = config.data.eval_size
-        rows, held_out = split_rows(
-            rows, min(DEFAULT_EVAL_SIZE, len(rows) // 10) if size is None else size, config.run.seed
-        )
+        size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if size is None else size
+        rows, held_out = split_rows(rows, size, config.run.seed)
         if not held_out:
             log.warning("nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows))
     make = supervised_prompt(config, tokenizer, processor)

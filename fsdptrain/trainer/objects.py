@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.keys import advice, all_keys
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.other_names import advice
 from fsdptrain.config.presets import preset_values
 from fsdptrain.errors import ConfigError
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
-from fsdptrain.data.packing.pack import assign_packs_to_ranks, drop_overlong, pack, plan_packs, plan_rows
+from fsdptrain.data.packing.pack import assign_packs_to_ranks, drop_overlong, pack, plan_packs
+from fsdptrain.data.packing.padded import plan_rows
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Images, PackedBatch, Sample
 from tests.properties.strategies import sample_lists

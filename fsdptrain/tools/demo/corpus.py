@@ -9,7 +9,8 @@ from pathlib import Path
 from random import Random
 
 from fsdptrain.config import Config
-from fsdptrain.data.rows import Row, split_rows
+from fsdptrain.data.held_out import split_rows
+from fsdptrain.data.rows import Row
 from fsdptrain.data.sources import load_rows
 
 

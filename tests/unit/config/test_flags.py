@@ -7,8 +7,8 @@ import pytest
 
 from fsdptrain.config import Config, resolve
 from fsdptrain.config.flags import config_options, convert
-from fsdptrain.config.keys import advice, all_keys
-from fsdptrain.config.other_names import NONE, names_here, sections, tables
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.other_names import NONE, advice, names_here, sections, tables
 from fsdptrain.errors import ConfigError
 
 MODEL = ["--hf-checkpoint", "x"]

@@ -10,8 +10,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from fsdptrain.config import DataConfig, RolloutConfig
+from fsdptrain.data.held_out import split_rows
 from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
-from fsdptrain.data.rows import Row, content_hash, split_rows
+from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Prompt

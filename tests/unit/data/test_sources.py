@@ -8,7 +8,8 @@ import datasets
 import pytest
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.rows import Row, content_hash, split_rows
+from fsdptrain.data.held_out import split_rows
+from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
