@@ -1,7 +1,7 @@
 """Command line interface.
 
 `fsdptrain [flags]` trains; the commands are in `COMMANDS`. Errors that a user can fix print one line to stderr and exit
-with code 2. Ctrl-C exits silently with code 130.
+with code 2. Ctrl-C prints one line and exits with code 130.
 """
 
 import os
@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
         report_failure(failure_of(error, rank=0))
         return 2
     except KeyboardInterrupt:
+        sys.stderr.write("fsdptrain: stopped by Ctrl-C\n")
         return 130
     except BrokenPipeError:  # `fsdptrain --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,7 +13,6 @@ from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.sft import sft_options
 from fsdptrain.config.written import to_yaml
 from fsdptrain.data.sources import GENERATOR, load_rows
-from fsdptrain.errors import CheckpointError
 from fsdptrain.launch.inputs import check_inputs, data_names, image_key
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
@@ -63,18 +62,11 @@ def _is_small_file(name: str) -> bool:
 
 
 def _check_model_folder(config: Config) -> bool:
-    """Return whether --hf-checkpoint is a local folder. Raises CheckpointError if it is none and can be no hub id."""
-    name = config.model.hf_checkpoint
-    path = Path(name)
-    if path.is_dir() or path.is_absolute():
+    """Return whether --hf-checkpoint is a local folder. Raises CheckpointError if it holds no model."""
+    path = Path(config.model.hf_checkpoint)
+    if path.is_dir():
         with_config(path)
-        return True
-    if name.startswith((".", "~")) or name.count("/") > 1:
-        raise CheckpointError(
-            f"--hf-checkpoint {name} is not a local folder, and no name on the Hub (owner/model): is it misspelt, or "
-            "not written yet?"
-        )
-    return False
+    return path.is_dir()
 
 
 def _check_sizes(config: Config) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import Column
 from fsdptrain.data.sources import GENERATOR
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.rewards.build import check_reward
 
 if TYPE_CHECKING:
@@ -24,12 +24,21 @@ if TYPE_CHECKING:
 def check_inputs(config: Config) -> None:
     """Raise the ConfigError or DataError that the run would raise after its imports."""
     check_output_dir(config)
+    check_model_name(config.model.hf_checkpoint, "--hf-checkpoint")
     check_reward(config.reward, prompt_data=config.data.prompt_data, has_environment=config.environment.has_episodes)
     for name, flag in data_names(config):
         if not name.startswith(GENERATOR):
             from fsdptrain.launch.data_files import check_data
 
             check_data(config, name, flag)
+
+
+def check_model_name(name: str, flag: str) -> None:
+    """Raise CheckpointError if `name` is the path of a folder that does not exist, and not a name on the Hub."""
+    first, *others = name.split("/")
+    is_path = first in ("", ".", "..", "~") or len(others) != 1 or not others[0] or Path(first).is_dir()
+    if not Path(name).is_dir() and (is_path if others else not name):
+        raise CheckpointError(f"{flag} {name}: there is no such local folder, and a name on the Hub is owner/model")
 
 
 def data_names(config: Config) -> Iterator[tuple[str, str]]:

@@ -53,17 +53,22 @@ def start_ranks(argv: Sequence[str], *, nproc: int, module: str = "fsdptrain") -
     except ChildFailedError as error:
         failure = root_cause(error.failures)
     except SignalException as error:
-        return 128 + (stopped_by[0] if stopped_by else int(error.sigval))
+        return _ended_by(stopped_by[0] if stopped_by else int(error.sigval))
     finally:
         logging.disable(logging.NOTSET)
     if stopped_by and (failure is None or not failure.is_reported):
-        return 128 + stopped_by[0]
+        return _ended_by(stopped_by[0])
     if failure is None:
         return 0
     if failure.exit_code == 2:
         raise FsdptrainError(failure.text)
     sys.stderr.write(f"fsdptrain: {failure.text}\n")
     return failure.exit_code
+
+
+def _ended_by(number: int) -> int:
+    sys.stderr.write(f"fsdptrain: stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}\n")
+    return 128 + number
 
 
 def _end_ranks() -> NoReturn:

@@ -12,6 +12,7 @@ from fsdptrain.config.flags import RECIPE, Option, config_options, parse
 from fsdptrain.config.keys import flatten
 from fsdptrain.config.recipe import read_recipe
 from fsdptrain.errors import ConfigError
+from fsdptrain.launch.inputs import check_model_name
 from fsdptrain.rank_variables import read_rank_variables
 from fsdptrain.tools.arguments import without
 
@@ -92,6 +93,7 @@ def _model(given: str) -> tuple[list[str], str]:
             return [*recipe, "--hf-checkpoint", str(exported), "--resume", "never"], path.resolve().name
         path = newest_checkpoint(path)
     if not (path / PROGRESS_FILE).is_file():
+        check_model_name(given, CHECKPOINT.flag)
         folders = [path.resolve(), path.resolve().parent]  # that of the run, if it is the exported model of one
         name = f"{folders[1].name}-{path.name}" if is_run(folders[1]) else folders[0].name
         return ["--hf-checkpoint", given, "--resume", "never"], name

@@ -139,7 +139,7 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(fsdptrain, tmp_
         (["--prompt-data", "second.jsonl", "--hf-checkpoint", "m"], "--prompt-data second.jsonl cannot be read: "),
         (["--environment", "nope", "--hf-checkpoint", "m"], "--environment does not know 'nope'"),
         (["--output-dir", "rows.txt/run"], "--output-dir rows.txt/run cannot be written: "),
-        (["--hf-checkpoint", "./none"], "--hf-checkpoint ./none is not a local folder"),
+        (["--hf-checkpoint", "./none"], "--hf-checkpoint ./none: there is no such local folder"),
         (["--hf-checkpoint", "empty"], "--hf-checkpoint empty has no config.json"),
         (["--hf-checkpoint", "m", "--tensor-parallel-size", "16"], "--tensor-parallel-size 16"),
         (["--hf-checkpoint", "m", "--nproc-per-node", "2", "--tensor-parallel-size", "4"], "must divide"),
@@ -208,9 +208,18 @@ def test_recipes_are_listed_and_shown(fsdptrain):
         (["--recipe", "none.yaml"], "--recipe none.yaml cannot be read: No such file or directory"),
         (["export"], "--checkpoint is missing, e.g. fsdptrain export runs/Qwen3-4B-grpo, or one of its checkpoints"),
         (["export", "--chekpoint", "x"], "unknown flag --chekpoint; did you mean '--checkpoint'?"),
+        (["--hf-checkpoint", "runs/x"], "--hf-checkpoint runs/x: there is no such local folder, and a name on the Hub"),
+        (["eval", "runs/x/hf"], "--checkpoint runs/x/hf: there is no such local folder, and a name"),
+        (["watch", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
+        (["report", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
+        (["watch", "runs/empty"], "runs/empty holds no run: pass the --output-dir of a run"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(fsdptrain, argv, line):
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(fsdptrain, argv, line, tmp_path):
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "config.yaml").touch()
     done = fsdptrain(*argv)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"fsdptrain: {line}")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from fsdptrain.checkpoints import CONFIG_FILE
 from fsdptrain.config.flags import Option, parse
 from fsdptrain.errors import ConfigError
 
@@ -75,6 +76,11 @@ def _split(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: pass the --output-dir of a run")
+        runs = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
+        if runs and not (folder / CONFIG_FILE).exists():
+            raise ConfigError(f"{folder} is not a run, it holds {len(runs)}: pass one or more of {', '.join(runs)}")
+        if not any((folder / name).exists() for name in (CONFIG_FILE, "metrics.jsonl")):
+            raise ConfigError(f"{folder} holds no run: pass the --output-dir of a run")
     return folders, list(argv[len(words) :])
 
 
