@@ -9,8 +9,6 @@ Keyword arguments of `Config` are the flags of the command line, with underscore
 
 import sys
 
-import torch
-
 from fsdptrain import Callback, Config, Trainer
 
 WORDS = ["planet", "garden", "winter", "silver", "candle", "forest", "bridge", "rocket", "market", "island", "summer"]
@@ -35,7 +33,6 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
     config = Config(
         hf_checkpoint=hf_checkpoint,
         output_dir=output_dir,
-        bf16=bool(flags.pop("bf16", torch.accelerator.is_available())),  # slow on most CPUs
         lr=2e-4 if "quickstart" in hf_checkpoint else 1e-6,  # a tiny model needs more
         **{"num_rollout": 20, "rollout_batch_size": 16, "rollout_max_response_len": 64, "eval_size": 8, **flags},
     )
@@ -45,7 +42,7 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
         print("before:", trainer.generate(question, num_samples=4))
         result = trainer.fit()
         print("after:", trainer.generate(question, num_samples=4))
-        print("held out:", trainer.evaluate())  # `result.evaluation` is older if the run was stopped early
+        print("held out:", trainer.evaluate())
     print(result)
     print(result.history[["reward/mean", "completion/length_mean"]])  # a pandas table, one row per step
 

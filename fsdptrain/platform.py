@@ -75,9 +75,9 @@ def bfloat16_reason() -> tuple[bool, str]:
     """Return whether this process's device multiplies in bfloat16 as fast as in float32, and why or why not."""
     if has_accelerator():
         return True, "this is an accelerator"
-    found = {"AVX512-BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
-    has = [name for name, supported in found.items() if supported]
-    return bool(has), f"this CPU has {' and '.join(has)}" if has else f"this CPU has neither {' nor '.join(found)}"
+    names = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "BF16 of ARM"}
+    has = [name for key, name in names.items() if torch.cpu.get_capabilities().get(key)]
+    return bool(has), f"this CPU has {' and '.join(has) or 'none of ' + ', '.join(names.values())}"
 
 
 def peak_device_memory() -> int:

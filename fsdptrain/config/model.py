@@ -50,8 +50,8 @@ class ModelConfig(Section):
     """Layout of sequences in the model. `auto`: packed if a probe of the model proves it exact, else padded."""
     bf16: Annotated[bool | Literal["auto"], TUNING] = "auto"
     """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32. `auto`:
-    bfloat16 on accelerators and on CPUs with AVX512-BF16 or AMX, float32 on others, which take six times as long in
-    bfloat16."""
+    bfloat16 on accelerators and on CPUs with AVX512-BF16, AMX or BF16 of ARM, float32 on others, which take six times
+    as long in bfloat16."""
     fp16: Annotated[bool, TUNING, FSDP_ONLY] = False
     """Compute in float16 with a gradient scaler. Turns --bf16 auto off; setting both is an error."""
     logprob_chunk_size: Annotated[int, NEUTRAL] = Field(default=512, ge=1)

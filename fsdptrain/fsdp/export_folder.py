@@ -1,4 +1,7 @@
-"""Where an export may be written: only an earlier export is replaced, and only by a complete one."""
+"""Where an export may be written: only an earlier export is replaced, and only by a complete one.
+
+Files that were added to the earlier export, such as a model card, are kept.
+"""
 
 import json
 import os
@@ -40,6 +43,9 @@ def publish_folder(target: Path) -> None:
     check_target(target, flag=f"the export is complete in {temporary}")
     target = target.resolve()
     names = sorted(path.name for path in temporary.iterdir())
+    for path in (target / name for name in _added(target) if name not in names):
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, temporary / path.name)
     (temporary / MARKER).write_text(json.dumps({"written_by": "fsdptrain", "files": names}, indent=2) + "\n")
     sync_tree(temporary)
     old = temporary.with_name(f"{temporary.name}-old")
@@ -51,12 +57,19 @@ def publish_folder(target: Path) -> None:
 
 
 def _foreign(folder: Path) -> str:
-    """Return something in `folder` that no export wrote, or "". An export may hold another, of its adapter."""
+    """Return something in `folder` that an export must not replace and does not keep, or ""."""
+    added = _added(folder)
+    is_export = (folder / MARKER).is_file() and MARKER not in added
+    return next((name for name in added if not is_export or (folder / name / MARKER).exists()), "")
+
+
+def _added(folder: Path) -> list[str]:
+    """Return what in `folder` no export wrote. An export may hold another, of its adapter."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     try:
         written = set(json.loads((folder / MARKER).read_text())["files"]) if MARKER in names else set[str]()
     except (ValueError, KeyError, TypeError, RecursionError):
-        return MARKER
-    exports = (name for name in names if (folder / name / MARKER).is_file() and not _foreign(folder / name))
+        return [MARKER]
+    exports = (name for name in names if (folder / name / MARKER).is_file() and not _added(folder / name))
     known = {MARKER, *written, *exports}
-    return next((name for name in names if name not in known and not name.startswith(_TEMPORARY)), "")
+    return [name for name in names if name not in known and not name.startswith(_TEMPORARY)]

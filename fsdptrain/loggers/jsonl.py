@@ -78,14 +78,14 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
             path.replace(path.with_name(f"{path.name}.old"))
             log.warning("%s belongs to a run without a checkpoint: renamed to %s.old", path, path.name)
         return _open(path)
-    lines = _lines_until(path, resumed_step)
+    lines = lines_until(path, resumed_step)
     temporary = path.with_name(f".{path.name}.half")
     temporary.write_text("".join(lines), encoding="utf-8")
     temporary.replace(path)  # atomic: after a kill, either the old or the new file exists
     return _open(path)
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
+def lines_until(path: Path, step: int) -> list[str]:
     """Return the lines of steps up to `step`, without those that are no record, such as an incomplete last one."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:

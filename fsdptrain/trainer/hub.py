@@ -40,7 +40,9 @@ def open_repository(config: Config) -> None:
 
 def push(name: str, export: Path) -> None:
     """Upload the folder `export`. For rank 0, after the last collective: other ranks must not wait for an upload."""
-    (export / "README.md").write_text(_CARD.format(name.rpartition("/")[2]))
+    card = export / "README.md"
+    if not card.exists():  # else the user's, or of an earlier upload
+        card.write_text(_CARD.format(name.rpartition("/")[2]))
     with _named_errors(name, f"the run is complete; upload it by `hf upload {name} {export}`"):
         log.info("uploaded to %s", HfApi().upload_folder(repo_id=name, folder_path=export))
 

@@ -86,9 +86,11 @@ class TrainingLoop:
         self.stopped, self.stop_signal = "", None
         self.run_folder.write_config(self.config)
         if 0 < self.config.run.num_rollout <= self.step:
-            log.info("nothing to train: step %d of --num-rollout %d", self.step, self.config.run.num_rollout)
-        self._push_weights()
-        self._start_rollouts()
+            count = f"step {self.step} of --num-rollout {self.config.run.num_rollout}"
+            log.info("nothing to train: %s; fsdptrain report %s has the results", count, self.folder)
+        else:
+            self._push_weights()
+            self._start_rollouts()
         if self.step == 0 or not self.config.run.num_rollout:
             self._evaluate()
         with self._progress.checkpoints as checkpoints:
@@ -97,13 +99,14 @@ class TrainingLoop:
                     self._train_on_rollout()
                 self._progress.require_an_update()
                 checkpoints.check()
-                if self._evaluates_now and (self._progress.is_last or not self._must_stop()):
+                ends = self._progress.is_last or (self._must_stop() and self.stop_signal is None)
+                if ends or (self._progress.is_evaluation_due and not self.stopped):
                     self._evaluate()
                 if self._progress.is_checkpoint_due:
                     self._save()
             if self.stopped:
                 self._save_early()
-            elif self.config.run.export:
+            if self.config.run.export and self.stop_signal is None:
                 with self.phases("save"):
                     self.backend.export(self.folder / EXPORT)
                 self.exported = self.folder / EXPORT
@@ -145,9 +148,7 @@ class TrainingLoop:
         where = f"resume from {self.folder} by the same command"
         if not self.config.run.keep_last:
             where = "without a checkpoint (--keep-last 0)"
-        log.warning(
-            "stopped by %s after step %d of %d: %s", self.stopped, self.step, self.config.run.num_rollout, where
-        )
+        log.warning("stopped: %s, after step %d of %d; %s", self.stopped, self.step, self.config.run.num_rollout, where)
 
     def _train_on_rollout(self) -> None:
         """One rollout and its optimizer steps."""

@@ -84,6 +84,8 @@ class Progress:
         checkpoint, progress = folder.checkpoint, folder.progress
         if checkpoint is None or progress is None:
             return
+        if self._config.run.num_rollout:  # else an evaluation
+            self._report.last = folder.last_metrics()
         with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint}"):
             if self._config.run.num_rollout:  # else the data may be other data
                 self._stream.load_state_dict(progress["stream"])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import OnResume
-from fsdptrain.distributed import any_rank, raise_on_all_ranks
+from fsdptrain.distributed import any_rank, gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.loggers.jsonl import lines_until
 from fsdptrain.rank_variables import read_rank_variables
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,16 @@ class RunFolder:
     @property
     def resumed_step(self) -> int | None:
         return None if self.progress is None else self.progress["step"]
+
+    def last_metrics(self) -> dict[str, float]:
+        """Return the last value of every metric up to the checkpoint, as rank 0 logged it. Collective."""
+        last: dict[str, Any] = {}
+        if self.checkpoint is not None and self.resumed_step is not None and dist.get_rank() == 0:
+            path = self.checkpoint.parent.parent / "metrics.jsonl"
+            for line in lines_until(path, self.resumed_step) if path.is_file() else []:
+                last |= json.loads(line)
+        numbers = {name: math.nan if x is None else x for name, x in last.items() if name not in ("step", "time")}
+        return gather(numbers)[0]
 
     def write_config(self, config: Config) -> None:
         """Write the resolved configuration. Collective.

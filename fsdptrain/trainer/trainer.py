@@ -120,7 +120,7 @@ class Trainer:
             trains = self.config.run.num_rollout > 0  # else a signal ends the evaluation at once
             with self._stop.from_signals() if trains else nullcontext():
                 loop.run()
-            if self.config.run.push_to_hub is not None and not loop.stopped and dist.get_rank() == 0:
+            if self.config.run.push_to_hub is not None and loop.exported and dist.get_rank() == 0:
                 from fsdptrain.trainer.hub import push
 
                 push(self.config.run.push_to_hub, loop.folder / EXPORT)
@@ -179,7 +179,10 @@ class Trainer:
         return self._opened().evaluate()
 
     def stop(self, reason: str = "a callback") -> None:
-        """End training after the current step, with a checkpoint. For callbacks; it suffices that one rank calls it."""
+        """End training after the current step, with an evaluation, a checkpoint and the exported model.
+
+        For callbacks; it suffices that one rank calls it.
+        """
         self._stop.ask(reason)
 
     def _opened(self) -> TrainingLoop:

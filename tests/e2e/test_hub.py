@@ -102,7 +102,12 @@ def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoi
     options = {"hf_checkpoint": str(checkpoint), "output_dir": str(tmp_path), "push_to_hub": NAME, "num_rollout": 1}
     sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 4, "eval_interval": 0}
     rows = [{"prompt": "say a", "label": "a"}] * 2
-    Trainer(Config(**options, **sizes, reward="exact", bf16=False, log_to=[]), dataset=rows).fit()
+    run = Trainer(Config(**options, **sizes, reward="exact", bf16=False, log_to=[]), dataset=rows)
+    hub.refuses = True
+    with pytest.raises(ConfigError, match="hf upload"):
+        run.fit()
+    hub.refuses = False
+    run.fit()  # again, over what the failed upload has left
     assert hub.private == {NAME: True}
     for path in (tmp_path / "hf").iterdir():
         assert hub.files[path.name] == path.read_bytes()

@@ -116,14 +116,16 @@ def test_config_yaml_holds_the_running_configuration_with_which_the_same_command
 
 
 def test_callbacks_see_every_rollout_step_evaluation_and_checkpoint_and_may_end_the_run(checkpoint, tmp_path):
-    options = {"save_interval": 2, "eval_interval": 3, "eval_size": 2, "num_rollout": 9}
+    options = {"save_interval": 2, "eval_interval": 3, "eval_size": 2, "num_rollout": 9, "export": True}
     recorder = Recorder(stop_after=4)
     result = Trainer(config(checkpoint, tmp_path, **options), reward=vowels, dataset=ROWS, callbacks=[recorder]).fit()
     names = [name for name, *_ in recorder.calls]
     step = ["rollout", "step"]
-    assert names == ["eval", *step, *step, "save", *step, "eval", *step, "save"]
+    assert names == ["eval", *step, *step, "save", *step, "eval", *step, "eval", "save"]
     assert [call[1] for call in recorder.calls if call[0] == "save"] == [2, 4]
-    assert (result.step, result.stopped, result.model) == (4, "enough", None)
+    assert (result.step, result.stopped, result.model) == (4, "enough", tmp_path / "hf")
+    assert result.evaluation["eval/heldout/reward_mean"] == recorder.calls[-2][2]
+    AutoModelForCausalLM.from_pretrained(result.model)
     resumed = Trainer(config(checkpoint, tmp_path, **options | {"num_rollout": 5}), reward=vowels, dataset=ROWS).fit()
     assert (resumed.step, resumed.stopped) == (5, "")
 
@@ -156,6 +158,9 @@ def test_the_result_has_the_history_the_last_evaluation_and_the_model(checkpoint
     assert result["progress/samples"] == result.metrics["progress/samples"] == 12
     assert result.model == tmp_path / "hf"
     AutoModelForCausalLM.from_pretrained(result.model)
+    again = Trainer(run, reward=vowels, dataset=ROWS, eval_dataset=rows).fit()
+    assert (again.model, again.evaluation, dict(again)) == (result.model, result.evaluation, dict(result))
+    assert again.history.equals(result.history)
     assert "RunResult(step=3" in repr(result)
 
 

@@ -71,7 +71,7 @@ def test_the_first_signal_ends_the_run_after_its_step_with_a_checkpoint(
     assert f"fsdptrain: {reason}: stops after this step and saves a checkpoint; once more stops at once" in err
     steps = [row["step"] for row in command.metrics_of(folder)]
     assert 0 < len(steps) < 9
-    assert f"stopped by {reason} after step {steps[-1]} of 9: resume from {folder} by the same command" in err
+    assert f"stopped: {reason}, after step {steps[-1]} of 9; resume from {folder} by the same command" in err
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{steps[-1]:08d}"]
     if launch is None:
         resumed = command.run(argv(checkpoint, folder, "--num-rollout", str(steps[-1] + 1)), tmp_path / "again")

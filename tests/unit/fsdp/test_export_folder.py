@@ -27,9 +27,20 @@ def test_an_older_export_is_replaced_also_behind_a_link(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["hf"]
 
 
+def test_what_was_added_to_an_export_is_kept(tmp_path: Path) -> None:
+    target = export(tmp_path / "hf", "old")
+    (target / "README.md").write_text("a card")
+    (target / ".cache").mkdir()
+    (target / ".cache" / "upload").write_text("half")
+    export(export(target), "newer")
+    assert {path.name for path in target.iterdir()} == {"model.safetensors", MARKER, "README.md", ".cache"}
+    found = [(target / name).read_text() for name in ("model.safetensors", "README.md", ".cache/upload")]
+    assert found == ["newer", "a card", "half"]
+
+
 @pytest.mark.parametrize(
     "case",
-    ["file", "below a file", "foreign", "broken", "extended", "deep", "run", "source", "parent of source", ".", "/"],
+    ["file", "below a file", "foreign", "broken", "deep", "run", "source", "parent of source", ".", "/"],
 )
 def test_nothing_else_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     target, sources = tmp_path / "target", [None, "a/hub-id"]
@@ -41,8 +52,6 @@ def test_nothing_else_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (target / "model.safetensors").write_text("")
     elif case == "broken":
         (export(target) / MARKER).write_text("[]")
-    elif case == "extended":
-        (export(target) / "notes").write_text("")
     elif case == "deep":
         (export(target, inner="adapter").parent / "adapter" / "notes").write_text("")
     elif case == "run":

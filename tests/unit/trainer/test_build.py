@@ -76,21 +76,21 @@ def test_what_is_resolved_can_be_written_read_and_resolved_again(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("avx512", "amx", "values", "name"),
+    ("has", "values", "name"),
     [
-        (True, False, {}, "bfloat16"),
-        (False, True, {}, "bfloat16"),
-        (False, False, {}, "float32"),
-        (False, False, {"bf16": True}, "bfloat16"),
-        (True, True, {"bf16": False}, "float32"),
-        (True, True, {"fp16": True}, "float16"),
+        ("avx512_bf16", {}, "bfloat16"),
+        ("amx_bf16", {}, "bfloat16"),
+        ("bf16", {}, "bfloat16"),
+        ("avx2", {}, "float32"),
+        ("avx2", {"bf16": True}, "bfloat16"),
+        ("amx_bf16", {"bf16": False}, "float32"),
+        ("amx_bf16", {"fp16": True}, "float16"),
     ],
 )
 def test_a_cpu_computes_in_bfloat16_only_if_it_multiplies_it_or_is_told_to(
-    monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool, values: dict[str, Any], name: str
+    monkeypatch: pytest.MonkeyPatch, has: str, values: dict[str, Any], name: str
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x", has: True})
     monkeypatch.setenv("FSDPTRAIN_PLATFORM", "cpu")
     resolved = resolve_dtype(Config(hf_checkpoint="x", **values))
     assert resolved.compute_dtype_name == name
