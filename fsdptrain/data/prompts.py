@@ -172,7 +172,7 @@ class PromptStream:
         reasons = [f"{too_long} are longer than {self.max_prompt_len} tokens"] * bool(too_long)
         reasons += [f"{held_out} equal a prompt that is held out for evaluation"] * bool(held_out)
         fixes = ["raise --rollout-max-prompt-len (or --max-tokens-per-gpu)"] * bool(too_long)
-        fixes += ["lower --eval-size or add other rows"] * bool(held_out)
+        fixes += ["lower --eval-size (0 trains on all rows) or add other rows"] * bool(held_out)
         raise DataError(
             f"--prompt-data {self.data.prompt_data}: none of {too_long + held_out} rows can be trained on, "
             f"{' and '.join(reasons)}: {', '.join(fixes)}"

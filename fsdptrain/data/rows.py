@@ -36,6 +36,15 @@ class Table(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
+def plain(value: Any) -> Any:
+    """Return nested data with arrays and tensors, of `datasets` in another format, as Python values."""
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def value_in(values: Mapping[str, Any], column: str) -> Any:
     """Return the value of `column`, or of `column.key` in a column of mappings. None if there is no such value."""
     if column in values:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
-from fsdptrain.data.rows import Row, value_in
+from fsdptrain.data.rows import Row, plain, value_in
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message
 
@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]  # a row of a table, by column
 _KNOWN = "messages; prompt with completion or label; text"
+_WEIGHTS = ("weight", "train", "training")
 _CONVERTED = {"conversations": "ShareGPT", "instruction": "Alpaca"}  # column -> form that users convert
 
 
@@ -69,6 +70,8 @@ def form_reader(
     convert = _messages if form == "messages" else _text
 
     def read(values: Values, row_id: str) -> Row:
+        values = plain(values)
+        _refuse_weights(values, row_id)
         try:
             return Row(row_id, *convert(values, data.input_key))
         except UnusableRowError as error:
@@ -77,10 +80,23 @@ def form_reader(
     return data, read
 
 
+def _refuse_weights(values: Values, row_id: str) -> None:
+    """Raise DataError for keys by which other trainers leave a row or a turn out of the loss, unless they keep it."""
+    messages = [message for value in values.values() if isinstance(value, list) for message in value]
+    for name in _WEIGHTS:
+        for place in (values, *messages):
+            if isinstance(place, Mapping) and place.get(name) not in (None, 1):
+                raise DataError(
+                    f"row {row_id} has {name} {place[name]!r:.20}, but all turns of --sft-loss-on are trained alike: "
+                    f"leave out that row or turn, or the key {name}"
+                )
+
+
 def usable_or_marked(read: Callable[[Values, str], Row]) -> Callable[[Values, str], Row]:
     """Return `read` with rows marked as unusable in place of a DataError."""
 
     def marked(values: Values, row_id: str) -> Row:
+        _refuse_weights(values, row_id)
         try:
             return read(values, row_id)
         except DataError as error:

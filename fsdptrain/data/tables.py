@@ -1,5 +1,6 @@
 """Rows of tables: files, folders and hub data sets, read by `datasets`; lists of mappings, environments."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.images import as_images
-from fsdptrain.data.rows import Row, Rows, Table, value_in
+from fsdptrain.data.rows import Row, Rows, Table, plain, value_in
 from fsdptrain.data.sources import first_line
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
@@ -122,6 +123,8 @@ class _Columns:
     folder: Path = Path()
 
     def __call__(self, values: Mapping[str, Any], row_id: str) -> Row:
+        image = values.get(self.image_key) if self.image_key else None
+        values = plain({name: value for name, value in values.items() if name != self.image_key})
         if str(values.get("tools")).strip() not in _NO_TOOLS:
             raise DataError(
                 f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
@@ -131,8 +134,8 @@ class _Columns:
             id=row_id,
             prompt=_checked_prompt(value_in(values, self.input_key), row_id, self.input_key),
             label=value_in(values, self.label_key) if self.label_key else None,
-            metadata={name: value for name, value in values.items() if name != self.image_key},
-            images=as_images(values.get(self.image_key), self.folder) if self.image_key else (),
+            metadata=values,
+            images=as_images(image, self.folder) if self.image_key else (),
         )
 
 
@@ -198,7 +201,7 @@ def is_data_file(name: str, flag: str) -> bool:
     return is_file
 
 
-def _load_table(name: str, options: dict[str, Any], *, flag: str) -> "datasets.Dataset":
+def _load_table(name: str, options: dict[str, Any], *, flag: str) -> "Table | datasets.Dataset":
     import datasets  # lazy: takes 1 s
 
     path, is_file = Path(name), is_data_file(name, flag)
@@ -211,6 +214,8 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> "datasets.D
         if is_file:
             datasets.disable_progress_bars()  # reading a local file is fast
             form = FILE_FORMATS[path.suffix]
+            if form == "json":
+                return _load_json(path, flag)
             text = _as_text(path) if form == "csv" else {}
             return datasets.load_dataset(form, data_files=name, split="train", **text)
         options = {"split": "train", **options}
@@ -219,6 +224,44 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> "datasets.D
         files = [file for file in path.rglob("*") if file.suffix in FILE_FORMATS] if path.is_dir() else []
         text = _as_text(files[0]) if {file.suffix for file in files} == {".csv"} else {}
         return datasets.load_dataset(name, **options, **text)
+
+
+def _load_json(path: Path, flag: str) -> Table:
+    """Load a file of JSON lines, or of one list. Values have the types that the file says.
+
+    `datasets` reads every text of a column as JSON if one row has a number there. Raises DataError with the line that
+    is not an object.
+    """
+    import datasets
+
+    with path.open(encoding="utf-8", errors="replace") as file:
+        start = next((line for line in file if line.strip()), "").lstrip("\ufeff \t\r\n")[:1]
+    if start not in "[{":
+        return _json_lines(path, flag)  # pyarrow ends the process at a first line of null
+    try:
+        table = datasets.load_dataset("json", data_files=str(path), split="train")
+    except Exception:
+        if start == "{":
+            _json_lines(path, flag)  # names the line
+        raise
+    if "Json(" not in repr(table.features):
+        return table
+    return _json_lines(path, flag) if start == "{" else json.loads(path.read_text(encoding="utf-8-sig"))
+
+
+def _json_lines(path: Path, flag: str) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except (ValueError, RecursionError) as error:
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
+                raise DataError(f"{flag} {path}:{number} is not JSON: {reason}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{flag} {path}:{number} holds {line.strip()[:40]}, not an object, a value per column")
+            rows += [row] if row else []
+    return rows
 
 
 def _as_text(path: Path) -> dict[str, Any]:

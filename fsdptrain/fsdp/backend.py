@@ -126,7 +126,7 @@ class FSDPBackend:
         If no rank has a loss token, the weights stay and only the learning-rate schedule advances. Otherwise the step
         waits for the device once, for any number of packs; features may wait once more. If any rank has gradients that
         are not finite, every rank drops them and optim/grad_norm is not reported. Raises NumericsError after
-        MAX_SKIPPED such steps.
+        MAX_SKIPPED such steps in a row.
         """
         assert not self._is_away, "onload comes before train_step"
         if not batches[0].num_loss_tokens:  # of the whole step, so the same on every rank

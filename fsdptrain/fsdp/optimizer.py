@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Schedule = Callable[[int], float]
 
-MAX_SKIPPED = 10  # steps with gradients that are not finite, before a run ends
+MAX_SKIPPED = 10  # steps with gradients that are not finite, in a row, that end a run
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
 _CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_scale; that of MPS ignores it
 
@@ -104,7 +104,7 @@ class Optimizer:
         self._norm_of = total_norm or _norm_over_meshes
         self.num_updates = 0  # completed steps of the schedule
         self.num_skipped = 0  # steps skipped for non-finite gradients, including those that find the fp16 loss scale
-        self.num_failed = 0  # skipped steps that a smaller loss scale does not explain
+        self.num_failed = 0  # skipped steps in a row that a smaller loss scale does not explain
 
     @property
     def lr(self) -> float:
@@ -141,17 +141,18 @@ class Optimizer:
         (self._host_adam or self._optimizer).step()
         self._finish()
         self.num_updates += 1
+        self.num_failed = 0
 
     def skip(self) -> None:
-        """Drop the gradients. Raises NumericsError after more than MAX_SKIPPED unexplained skips."""
+        """Drop the gradients. Raises NumericsError after more than MAX_SKIPPED unexplained skips in a row."""
         explained = self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
         self._finish()
         self.num_skipped += 1
         self.num_failed += not explained
         if self.num_failed > MAX_SKIPPED:
             raise NumericsError(
-                f"gradients were not finite in {self.num_failed} optimizer steps: lower --lr or --clip-grad, or "
-                "compute with --no-bf16"
+                f"gradients were not finite in {self.num_failed} optimizer steps in a row: lower --lr or --clip-grad, "
+                "or compute with --no-bf16"
             )
 
     def advance_without_update(self) -> Metrics:

@@ -70,6 +70,10 @@ def build_data(
         processor=processor,
         make=make,
     )
+    if make is None and config.run.num_rollout:  # supervised rows are tried when samples are built of them
+        start = stream.state_dict()
+        stream.next(1)  # fails before the model is loaded if no row can be trained on
+        stream.load_state_dict(start)
     prompts = held_out_prompts(config, tokenizer, held_out, processor) if config.generates else []
     return RunData(stream, prompts, [make(row) for row in held_out] if make else [])
 

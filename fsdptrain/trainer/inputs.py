@@ -40,7 +40,7 @@ def bind_inputs(
         if dist.get_rank() == 0:
             inputs = {
                 "rows of --prompt-data": _rows(data.stream.rows),
-                "held-out rows": _digest(sorted(data.stream.exclude)),
+                "held-out rows": _digest([(p.source, p.label, p.metadata) for p in (*data.prompts, *data.supervised)]),
                 "chat template": _digest(str(data.stream.tokenizer.chat_template)),
                 "tokenizer": _tokenizer(data.stream.tokenizer),
                 "source of --reward": _reward(reward),
@@ -65,7 +65,10 @@ def _digest(*values: Any) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-    return dict(value) if isinstance(value, Mapping) else type(value).__name__  # its text may be an address
+    if isinstance(value, Mapping):
+        return dict(value)
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text  # an address differs in each process
 
 
 def _rows(rows: Rows) -> str:

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from datasets import Dataset
 
@@ -151,3 +152,36 @@ def test_cells_of_csv_files_are_their_text(folder: bool, tmp_path: Path) -> None
     name.write_text("prompt,completion\n" + "".join(f'"{i}","{cell}"\n' for i, cell in enumerate(cells)))
     rows = load_rows(DataConfig(prompt_data=str(tmp_path if folder else name)), seed=0, sft=SftConfig())
     assert [rows[i].label for i in range(len(rows))] == cells
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"messages": [ASK, {**ANSWER, "weight": 0}]},
+        {"messages": [ASK, {**ANSWER, "train": False}]},
+        {"messages": [ASK, {**ANSWER, "training": False}]},
+        {"messages": [ASK, {**ANSWER, "weight": 0.5}]},
+        {"messages": [ASK, ANSWER], "weight": 0},
+        {"prompt": "a", "completion": "b", "weight": 0.0},
+        {"prompt": [ASK], "completion": [{**ANSWER, "train": False}]},
+        {"text": "a", "train": False},
+    ],
+)
+def test_a_key_that_leaves_something_out_of_the_loss_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"row dataset:0 has (weight|train|training) "):
+        row_of(values)
+
+
+def test_a_weight_of_1_changes_nothing() -> None:
+    said = {**ANSWER, "weight": 1, "train": True}
+    assert row_of({"messages": [{**ASK, "weight": None}, said], "weight": 1.0}).label == Conversation([ASK, said])
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("sft", [None, SftConfig()])
+def test_values_of_a_data_set_in_another_format_are_those_of_python(kind: str, sft: SftConfig | None) -> None:
+    rows = [{"prompt": "a", "label": 7, "sizes": [1, 2], "part": {"x": 0.5}}] * 2
+    table = datasets.Dataset.from_list(rows).with_format(kind)
+    row = as_rows(table, DataConfig(prompt_data="x"), sft=sft)[1]
+    assert (row.label, type(row.label)) == (7, int)
+    assert row.metadata == rows[0]

@@ -137,7 +137,9 @@ def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
     [
         ("gone.jsonl", None, "--prompt-data .*gone.jsonl: file not found"),
         ("empty.jsonl", "", "has no rows"),
-        ("broken.jsonl", '{"prompt": "a"\nfoo', "cannot be read: JSON parse error"),
+        ("broken.jsonl", '{"prompt": "a"}\nfoo', r"broken.jsonl:2 is not JSON: Expecting"),
+        ("null.jsonl", 'null\n{"prompt": "a"}\n', r"null.jsonl:1 holds null, not an object"),
+        ("list.jsonl", '{"prompt": "a"}\n[1]\n', r"list.jsonl:2 holds \[1\], not an object"),
         ("broken.parquet", "foo", "cannot be read: "),
         ("nofolder/at_all", None, "cannot be read: "),
     ],
@@ -151,6 +153,16 @@ def test_data_that_cannot_be_read_is_one_line(name, content, message, tmp_path, 
     with pytest.raises(DataError, match=message) as error:
         load_rows(config(name), seed=0)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_labels_of_several_types_are_what_the_file_says(tmp_path: Path, suffix: str) -> None:
+    labels = ["007", 7, "1.50", "true", "null", None, "[1, 2]", "1e3"]
+    rows = [json.dumps({"prompt": str(i), "label": label}) for i, label in enumerate(labels)]
+    path = tmp_path / f"rows{suffix}"
+    path.write_text("\n".join(rows) if suffix == ".jsonl" else f"[{', '.join(rows)}]")
+    loaded = load_rows(DataConfig(prompt_data=str(path)), seed=0)
+    assert [loaded[i].label for i in range(len(loaded))] == labels
 
 
 def test_reasoning_gym_rows_carry_what_their_scorer_needs() -> None:

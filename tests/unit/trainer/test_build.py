@@ -7,6 +7,7 @@ import torch
 
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.config.recipe import load_recipe
+from fsdptrain.errors import DataError
 from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.resolve import resolve, resolve_dtype
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
@@ -30,6 +31,10 @@ def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, h
         {"prompt": f"{text} {i}", "label": ""} for text, n in (("a", num_short), (LONG, num_long)) for i in range(n)
     ]
     config = Config(hf_checkpoint="x", prompt_data="x.jsonl", rollout_max_prompt_len=40, eval_size=eval_size)
+    if not num_short:
+        with pytest.raises(DataError, match="none of 1 rows can be trained on"):  # before a model is loaded
+            build_data(config, tiny_tokenizer(), rows, None)
+        config = config.with_values(num_rollout=0)
     prompts = build_data(config, tiny_tokenizer(), rows, None).prompts
     assert len(prompts) == held_out
     assert [record.getMessage() for record in caplog.records] == told
