@@ -62,7 +62,7 @@ def build_loop(
     stop: StopRequest,
 ) -> Iterator[TrainingLoop]:
     """Resolve the configuration, build data and rewards, then the model, then the engine. Close all of them on exit."""
-    config = resolve_dtype(config)
+    config, dtype_line = resolve_dtype(config)
     files = resolve_checkpoint(config.model.hf_checkpoint, weights=False)
     features = load_features(config, files)  # before the weights are downloaded: the model may forbid an option
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
@@ -71,6 +71,8 @@ def build_loop(
     tokenizer = open_tokenizer(config, checkpoint, processor)
     trainer.config = config = resolve(config, tokenizer, environment)
     folder = open_folder(config)
+    if dtype_line:
+        log.info(dtype_line)
     if config.run.push_to_hub is not None:
         from fsdptrain.trainer.hub import open_repository
 

@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def resolve_dtype(config: Config) -> Config:
-    """Return the configuration with --bf16 auto decided, in the same way on every rank. Collective."""
+def resolve_dtype(config: Config) -> tuple[Config, str]:
+    """Return the configuration with --bf16 auto decided, alike on all ranks, and a line that says why. Collective."""
     if config.model.bf16 != "auto":
-        return config
+        return config, ""
     fast, reason = platform.bfloat16_reason()
     slow = [reason for fast, reason in gather((fast, reason)) if not fast]
     config = config.with_values(bf16=not slow)
-    log.info("--bf16 auto: computing in %s, because %s", config.compute_dtype_name, slow[0] if slow else reason)
-    return config
+    return config, f"--bf16 auto: computing in {config.compute_dtype_name}, because {slow[0] if slow else reason}"
 
 
 def load_environment(config: Config) -> "LoadedEnvironment | None":

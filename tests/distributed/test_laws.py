@@ -26,7 +26,6 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
@@ -271,8 +270,7 @@ def broken_on_resume(backend: FSDPBackend, case: Case, hub: Path, folder: Path, 
 def broken_exports(backend: FSDPBackend, target: Path) -> list[str]:
     backend.export(target)
     exported = load_files(target)
-    stream = stream_weights(backend.model, dtype=torch.float32, naming="hub")
-    return [] if same(dict(stream), exported) else ["the stream is not the export"]
+    return [] if same(dict(backend.hf_weights()), exported) else ["the stream is not the export"]
 
 
 @pytest.fixture(scope="module")

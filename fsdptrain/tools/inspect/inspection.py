@@ -75,7 +75,7 @@ class Inspection:
 
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Inspect the model of `config`. Raises CheckpointError if config.json cannot be read."""
-    config, device_type = resolve_dtype(config), platform.device_type()
+    (config, _), device_type = resolve_dtype(config), platform.device_type()
     model, _ = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)

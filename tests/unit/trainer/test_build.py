@@ -97,6 +97,6 @@ def test_a_cpu_computes_in_bfloat16_only_if_it_multiplies_it_or_is_told_to(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x", has: True})
     monkeypatch.setenv("FSDPTRAIN_PLATFORM", "cpu")
-    resolved = resolve_dtype(Config(hf_checkpoint="x", **values))
+    resolved, _ = resolve_dtype(Config(hf_checkpoint="x", **values))
     assert resolved.compute_dtype_name == name
     assert resolved.model.bf16 is (name == "bfloat16")
