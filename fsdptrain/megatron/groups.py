@@ -1,17 +1,15 @@
 """Process groups of megatron-core. They are global to the process: one set of parallel sizes at a time."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdptrain import platform
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import ignore_older_names, quiet_megatron
+from fsdptrain.random_state import preserve_rng_state
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -72,20 +70,8 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
         )
     finally:
         parallel_state.RankGenerator = original
-    with preserve_rng_state():  # keep torch's RNG state; megatron-core's own generators are unused here
+    with preserve_rng_state():  # megatron-core's own generators are unused here
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
-
-
-@contextmanager
-def preserve_rng_state() -> Iterator[None]:
-    """Restore torch's RNG states on exit, regardless of draws and seeding inside."""
-    state, of_device = torch.get_rng_state(), platform.device_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        if of_device is not None:
-            platform.set_device_rng_state(of_device)
 
 
 def stop_groups() -> None:

@@ -15,7 +15,6 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import LogprobsHead, layout_of, run_packs
-from fsdptrain.megatron.groups import preserve_rng_state
 from fsdptrain.megatron.model import build_model
 from fsdptrain.megatron.transformer_config import family_of, transformer_config
 from fsdptrain.megatron.weights import WeightMap, hub_state
@@ -23,6 +22,7 @@ from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.policy import TOLERANCES, over_ranks, plain_batch
 from fsdptrain.model.probes.random_copy import EXPERT_KEYS, cut_widths
 from fsdptrain.model.structure import expert_choice, head_size
+from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.types import PackedBatch
 
 if TYPE_CHECKING:

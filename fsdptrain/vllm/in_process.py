@@ -25,6 +25,7 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.memory.free import device_memory
 from fsdptrain.protocols import Naming
+from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.registry import suggest
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
@@ -81,7 +82,8 @@ class VLLMEngine:
         self._has_weights = False
         fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
-        self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
+        with preserve_rng_state():  # vLLM seeds the generators of the process
+            self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
         self._ranks = _ranks_of_engine() if options.get("tensor_parallel_size", 1) > 1 else None
         self._limit = limit
         self._num_steps = 0  # of the current `_run`
@@ -259,7 +261,7 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     """Raises ConfigError for --rollout-engine-args that vLLM does not have or that fsdptrain must set."""
     args, on_gpu = config.section(VllmConfig).engine_args, device.type == "cuda"
     request_batch_invariance(config, on_gpu=on_gpu)
-    options = engine_options(config, on_gpu=on_gpu)
+    options = engine_options(config, checkpoint, on_gpu=on_gpu)
     options |= {"seed": config.rollout.seed, "enforce_eager": not on_gpu, "enable_sleep_mode": on_gpu}
     if on_gpu:
         torch.accelerator.empty_cache()

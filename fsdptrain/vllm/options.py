@@ -2,8 +2,10 @@
 
 import base64
 import io
+import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
+from fsdptrain.model.loading.meta import model_config
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.types import Prompt, SamplingParams
 from fsdptrain.vllm.config import VllmConfig
@@ -28,8 +31,8 @@ def request_batch_invariance(config: Config, *, on_gpu: bool) -> None:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # servers inherit it
 
 
-def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
-    """Options that --rollout-engine-args may override."""
+def engine_options(config: Config, checkpoint: Path, *, on_gpu: bool) -> dict[str, Any]:
+    """Options that --rollout-engine-args may override, for the model in `checkpoint`."""
     vllm = config.section(VllmConfig)
     draft = vllm.engine_args.get("speculative_config")
     if draft and not on_gpu:
@@ -43,7 +46,7 @@ def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         )
     options: dict[str, Any] = {
         "dtype": config.compute_dtype_name,
-        "max_model_len": config.prompt_budget + config.rollout.max_response_len,
+        "max_model_len": min(config.prompt_budget + config.rollout.max_response_len, _positions(config, checkpoint)),
     }
     if not on_gpu:
         options["enforce_eager"] = True
@@ -52,6 +55,13 @@ def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     if vllm.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((vllm.kv_cache_gib or 1.0) * platform.GIB)
     return options
+
+
+def _positions(config: Config, checkpoint: Path) -> float:
+    """Return how many positions the model has, beyond which vLLM does not start; inf if they can be scaled."""
+    text = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).get_text_config(decoder=True)
+    scaled = "factor" in (getattr(text, "rope_parameters", None) or {})
+    return math.inf if scaled else getattr(text, "max_position_embeddings", None) or math.inf
 
 
 def memory_utilization(free: int, total: int) -> float:

@@ -1,11 +1,14 @@
 """The memory and the device of a process."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
+from fsdptrain.memory import free
 from fsdptrain.memory.free import host_memory
 from fsdptrain.platform import _check_device
 
@@ -13,6 +16,15 @@ from fsdptrain.platform import _check_device
 def test_host_memory_of_this_machine() -> None:
     free, total = host_memory()
     assert 0 <= free <= total
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free, "_CGROUP", tmp_path)
+    for name, value in (("memory.current", "1000"), ("memory.max", "1500")):
+        (tmp_path / name).write_text(value)
+    assert host_memory() == (500, 1500)
+    (tmp_path / "memory.max").write_text("max")
+    assert host_memory()[1] > 1500
 
 
 def test_more_processes_than_devices_are_refused() -> None:

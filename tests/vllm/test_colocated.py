@@ -1,16 +1,19 @@
 """The in-process engine answers with exactly the weights of the last update, on one rank and on two."""
 
+import random
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.rollout import engine_factory
 from tests.agreement import difference
 from tests.matrix import only
@@ -25,9 +28,17 @@ def test_engine_and_trainer_agree_after_every_update(tmp_path, name, world_size)
         assert max(found) < 1e-4, found
 
 
+def drawn() -> tuple[float, ...]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
 def failure_of_one_rank(options: dict[str, Any]) -> str:
     """What this rank says when rank 1 is given a tensor that does not fit, in the middle of a fused layer."""
+    with preserve_rng_state():
+        before = drawn()
     backend, engine = contract.build(options)
+    with preserve_rng_state():
+        assert before == drawn(), "vLLM has seeded the generators of the trainer"
 
     def weights(wrong: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in backend.hf_weights("hub"):

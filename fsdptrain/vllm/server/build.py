@@ -99,7 +99,7 @@ def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[
     args = config.section(VllmConfig).engine_args
     require_free(args, _RESERVED)
     options: dict[str, Any] = {
-        **engine_options(config, on_gpu=on_gpu),
+        **engine_options(config, checkpoint, on_gpu=on_gpu),
         "seed": config.rollout.seed % 2**31,
         "scheduling_policy": "priority",  # by arrival among equals
         "disable_uvicorn_access_log": True,

@@ -57,15 +57,17 @@ def test_a_server_that_others_can_reach_needs_a_key(guarded):
             check(far)
 
 
-def test_options_become_flags_of_vllm_and_some_are_reserved():
+def test_options_become_flags_of_vllm_and_some_are_reserved(tmp_path):
+    model = save_tiny_checkpoint(tmp_path)  # of 1,024 positions, fewer than packs may have tokens
     args = {"max_num_seqs": 8, "enable_prefix_caching": False, "async_scheduling": True, "override_neuron_config": {}}
-    flags = server_arguments(config(rollout_num_servers=1, rollout_engine_args=args), Path("here"), on_gpu=True)
+    flags = server_arguments(config(rollout_num_servers=1, rollout_engine_args=args), model, on_gpu=True)
+    assert flags[flags.index("--max-model-len") + 1] == "1024"
     expected = "--max-num-seqs 8 --no-enable-prefix-caching --async-scheduling --override-neuron-config {}"
     assert expected in " ".join(flags)
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
     for name in ("logprobs_mode", "host", "worker_extension_cls"):
         with pytest.raises(ConfigError, match=f"--rollout-engine-args {name}: .*remove it"):
-            server_arguments(config(rollout_num_servers=1, rollout_engine_args={name: "x"}), Path("here"), on_gpu=True)
+            server_arguments(config(rollout_num_servers=1, rollout_engine_args={name: "x"}), model, on_gpu=True)
 
 
 def test_weights_lie_where_all_servers_can_read_them(tmp_path):
