@@ -72,6 +72,13 @@ class RewardConfig(Section):
     pass_threshold: Annotated[float, Requires("@evaluates", reason=_NO_PASS), RL_ONLY] = 1.0
     """Minimum reward of a correct response in evaluations."""
 
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.reward_timeout is not None and self.reward_timeout > config.reward_patience:
+            yield (
+                f"--reward-timeout {self.reward_timeout:g} is longer than other ranks wait for rewards, "
+                f"{config.reward_patience:g} s: lower it, or raise --dist-timeout"
+            )
+
 
 class EnvironmentConfig(Section):
     """Multi-turn episodes."""
