@@ -32,6 +32,7 @@ class RunFolder:
     path: Path
     checkpoint: Path | None  # checkpoint to resume from; None: a new run
     progress: dict[str, Any] | None  # contents of `PROGRESS_FILE` in that checkpoint
+    restarted: bool = False  # by torchrun: config.yaml keeps the time of the start
     inputs: Mapping[str, str] = field(default_factory=dict)  # digests: `bind_inputs`
 
     @property
@@ -56,7 +57,8 @@ class RunFolder:
         with raise_on_all_ranks(ConfigError, f"--output-dir {self.path} cannot be written: choose another"):
             if dist.get_rank() == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
-                (self.path / CONFIG_FILE).write_text(to_yaml(config))
+                if not self.restarted or not (self.path / CONFIG_FILE).exists():
+                    (self.path / CONFIG_FILE).write_text(to_yaml(config))
 
 
 def open_folder(config: Config) -> RunFolder:
@@ -83,7 +85,7 @@ def open_folder(config: Config) -> RunFolder:
         if checkpoint is not None:
             progress = _read_progress(checkpoint)
             _tell_changes(config, checkpoint, progress["step"])
-    return RunFolder(folder, checkpoint, progress)
+    return RunFolder(folder, checkpoint, progress, restarted)
 
 
 def _read_progress(checkpoint: Path) -> dict[str, Any]:
@@ -160,10 +162,17 @@ def _refuse_used_folder(config: Config, folder: Path) -> None:
 
 
 def _checkpoint_to_resume(config: Config, folder: Path, *, restarted: bool) -> Path | None:
-    """Select the checkpoint. A restart of torchrun takes the newest one, unless --resume names one of `folder`."""
+    """Select the checkpoint. A restart of torchrun takes the newest one.
+
+    If --resume names one of `folder`, later ones may be of the part that the run went back behind: then the newest
+    that is younger than config.yaml, which the start of the run wrote.
+    """
     newest = CheckpointFolder(folder, keep_last=config.run.keep_last).latest()
     names_one = config.run.resume not in ("auto", "never")
     rolls_back = names_one and Path(config.run.resume).resolve().is_relative_to(folder.resolve())
+    if restarted and rolls_back and newest is not None:
+        started = (folder / CONFIG_FILE).stat().st_mtime if (folder / CONFIG_FILE).is_file() else math.inf
+        rolls_back = not any_rank(newest.stat().st_mtime > started)
     if config.run.resume == "auto" or (restarted and newest is not None and not rolls_back):
         return newest
     if config.run.resume == "never":

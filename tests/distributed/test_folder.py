@@ -26,21 +26,27 @@ def checkpoint(folder, step):
 
 
 @pytest.mark.parametrize(
-    ("resume", "restarts", "step"),
+    ("resume", "restarts", "since_start", "step"),
     [
-        ("auto", 0, 3),
-        ("never", 1, 3),
-        ("run/checkpoints/step_00000001", 0, 1),
-        ("run/checkpoints/step_00000001", 1, 1),
-        ("other/checkpoints/step_00000002", 0, 2),
-        ("other/checkpoints/step_00000002", 1, 3),
+        ("auto", 0, [], 3),
+        ("never", 1, [], 3),
+        ("run/checkpoints/step_00000001", 0, [], 1),
+        ("run/checkpoints/step_00000001", 0, [3], 1),
+        ("run/checkpoints/step_00000001", 1, [], 1),
+        ("run/checkpoints/step_00000001", 1, [3], 3),
+        ("other/checkpoints/step_00000002", 0, [], 2),
+        ("other/checkpoints/step_00000002", 1, [], 3),
     ],
 )
-def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, resume, restarts, step):
+def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, resume, restarts, since_start, step):
     run = tmp_path / "run"
     for folder, number in ((run, 1), (run, 3), (tmp_path / "other", 2)):
         checkpoint(folder, number)
     (run / "config.yaml").write_text("hf_checkpoint: x\n")
+    start = (run / "config.yaml").stat().st_mtime
+    for number in (1, 3):
+        age = 60 if number in since_start else -60
+        os.utime(run / f"checkpoints/step_{number:08d}", (start + age, start + age))
     resume = str(tmp_path / resume) if "/" in resume else resume
     with platform.process_group(10):
         for name, value in {**rank_variables(0, 1, 29500), "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():
