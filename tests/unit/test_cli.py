@@ -136,7 +136,7 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(fsdptrain, tmp_
         (["--reward", "broken:f"], "--reward broken:f cannot be imported: ZeroDivisionError"),
         (["--reward", "own:one"], "--reward own:one takes (x), which does not fit its calls"),
         (["--prompt-data", "rows.jsonl?foo=3", "--hf-checkpoint", "m"], "rows.jsonl: no option 'foo'"),
-        (["--prompt-data", "second.jsonl", "--hf-checkpoint", "m"], "--prompt-data second.jsonl cannot be read: "),
+        (["--prompt-data", "second.jsonl", "--hf-checkpoint", "m"], "--prompt-data second.jsonl:2 is not JSON: "),
         (["--environment", "nope", "--hf-checkpoint", "m"], "--environment does not know 'nope'"),
         (["--output-dir", "rows.txt/run"], "--output-dir rows.txt/run cannot be written: "),
         (["--hf-checkpoint", "./none"], "--hf-checkpoint ./none: there is no such local folder"),

@@ -2,7 +2,6 @@
 
 import base64
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import ConfigError
 from fsdptrain.vllm.in_process import build_vllm_engine
 from fsdptrain.vllm.options import memory_utilization, routes_of, routes_options
+from tests.configs import CONFIGS
 from tests.testing import spawn
 
 
@@ -33,7 +33,7 @@ def refusals(given: list[dict[str, int]]) -> list[str]:
     for args in given:
         config = Config(hf_checkpoint="x", rollout_engine="vllm", rollout_engine_args=args)
         with pytest.raises(ConfigError) as caught:
-            build_vllm_engine(config, checkpoint=Path("x"), device=torch.device("cpu"))
+            build_vllm_engine(config, checkpoint=CONFIGS / "qwen3-4b", device=torch.device("cpu"))
         said.append(str(caught.value))
     return said
 

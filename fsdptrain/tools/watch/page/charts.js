@@ -100,7 +100,9 @@ function tickText(value, { digits }) {
   const size = Math.abs(value);
   if (size < 1e-12) return "0";
   if (size >= 1e4) return number(value);
-  return digits > 4 ? value.toExponential(digits > 0 && size < 1e-3 ? 0 : 1) : value.toFixed(digits);
+  if (digits <= 4) return value.toFixed(digits);
+  const exponent = Math.floor(Math.log10(size) + 1e-9);
+  return value.toExponential(Math.max(0, digits + exponent));  // as many decimals as tell its neighbours apart
 }
 
 function yRange(lines) {
