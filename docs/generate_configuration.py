@@ -31,8 +31,8 @@ exist if their folders are installed, and an installed package can add sections:
 
 Precedence: flag > recipe > preset of the algorithm > default. A preset ranks just below the source that names its
 algorithm: an `--algorithm` that differs from the recipe's overrides the recipe's loss, clip, aggregation and advantage.
-`--dry-run` prints every value with its source. Its output is a recipe, and so is the `config.yaml` of a run. Unknown
-and ineffective options are rejected with a suggested fix.
+`--dry-run full` prints every value with its source. Its output is a recipe, and so is the `config.yaml` of a run.
+Unknown and ineffective options are rejected with a suggested fix.
 
 Lists take several words: `--reward math format=0.2`. Mappings take `key=value`: `--chat-template-kwargs
 enable_thinking=false`. `None` unsets an option that has no default value.

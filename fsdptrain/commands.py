@@ -126,7 +126,7 @@ def evaluate(argv: Sequence[str]) -> int:
         return _print_options("fsdptrain eval [RUN | MODEL]", USAGE, {"checkpoint": CHECKPOINT})
     arguments, output = run_arguments(argv)
     code = train(arguments)
-    if code == 0 and is_rank_0() and "--dry-run" not in arguments:
+    if code == 0 and is_rank_0() and not any(word.startswith("--dry-run") for word in arguments):
         sys.stdout.write(f"{table(output)}each sample: {output / 'samples.jsonl'}\n")
     return code
 

@@ -1,15 +1,18 @@
-"""`--dry-run`: check the inputs and the sizes, and print each value with its source, without training."""
+"""`--dry-run`: check what a run checks before it loads weights, and print what was set and what was read."""
 
+import logging
 import os
 import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import Resolved
 from fsdptrain.config.grid import draw_grid
+from fsdptrain.config.keys import all_keys
 from fsdptrain.config.sft import sft_options
 from fsdptrain.config.written import to_yaml
 from fsdptrain.data.sources import GENERATOR, load_rows
@@ -17,86 +20,199 @@ from fsdptrain.launch.inputs import check_inputs, data_names, image_key
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
 
-_READ_WHOLE = 64 << 20  # bytes of a file of data
+if TYPE_CHECKING:
+    from fsdptrain.data.rows import Row
+    from fsdptrain.trainer.build import Prepared
+
+_MOST_ROWS = 10_000  # read; of more, so many at equal distances
+_MOST_IMAGES = 200  # rows with images
+_MOST_SHOWN = 600  # characters of a prompt
 
 
 def dry_run(resolved: Resolved) -> None:
-    """Print the configuration as a recipe, the rank groups, and what was not checked.
+    """Print the options that were set, what was read, the planned memory, the rank groups, and what was not checked.
 
-    Raises ConfigError, DataError or CheckpointError for what would end the run at its start: an option, a file, a
-    column, a reward, or a size that the model does not allow. Does not count devices and does not use the network.
+    Raises the error that would end the run before it loads weights. Does not use the network.
     """
-    config = resolved.config
-    ranks = read_rank_variables()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    config, ranks = resolved.config, read_rank_variables()
     check_inputs(config)
-    for name, flag in data_names(config):
-        _check_data(config, name, flag)
-    if config.environment.environment is not None:
-        from fsdptrain.trainer.samples.environment import find_environment
-
-        find_environment(config.environment.environment)
-    is_local = _check_model_folder(config)
     local = ranks.local_world_size if ranks else config.launch.nproc_per_node
     world_size = ranks.world_size if ranks else local
     if world_size is not None:
         check_world_size(config, world_size)
-    if is_local:
+    unchecked = list(_unchecked(config))
+    if Path(config.model.hf_checkpoint).is_dir():
         _check_sizes(config)
-    sys.stdout.write(to_yaml(config, resolved.sources))
-    notes = [] if world_size is None else draw_grid(config, world_size)
-    notes += [f"not checked: {line}" for line in _unchecked(config, is_local)]
-    sys.stdout.writelines(f"# {note}\n" for note in notes)
+    lines = _read_parts(config) if unchecked else _prepare(config, world_size, local)
+    lines += [] if world_size is None else draw_grid(config, world_size)
+    lines += [*(f"not checked: {line}" for line in unchecked), "ok"]
+    if config.launch.dry_run == "full":
+        sys.stdout.write(to_yaml(config, resolved.sources))
+        lines = [f"# {line}" for line in lines]
+    else:
+        lines = [*_set_options(resolved), *lines]
+    sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
-def _check_data(config: Config, name: str, flag: str) -> None:
-    """Check what `check_inputs` cannot without `datasets` or reasoning_gym, which take 1 s to import."""
-    is_generated = name.startswith(GENERATOR) and name != DataConfig().prompt_data  # the default needs no check
-    if is_generated or _is_small_file(name):
-        data = config.data.source(name)
-        load_rows(data, seed=config.run.seed, flag=flag, image_key=image_key(config), sft=sft_options(config))
+def _set_options(resolved: Resolved) -> Iterator[str]:
+    """Yield the options that are not the default, and by whom they were set."""
+    config, sources = resolved.config, resolved.sources
+    shown = {
+        key.shown(config): sources[flat]
+        for flat, key in all_keys().items()
+        if flat != "dry_run" and sources[flat] != "default" and (sources[flat] != "recipe" or config.is_set(flat))
+    }
+    width = min(60, max(map(len, shown), default=0))
+    return (f"{option:<{width}}  {source}" for option, source in shown.items())
 
 
-def _is_small_file(name: str) -> bool:
-    path = Path(name.partition("?")[0])
-    return path.is_file() and path.stat().st_size <= _READ_WHOLE
+def _unchecked(config: Config) -> Iterator[str]:
+    """Yield what only the run checks, because it is not on this machine."""
+    name = config.model.hf_checkpoint
+    if not Path(name).is_dir() and not _is_cached(name):
+        yield f"--hf-checkpoint {name}, which is no local folder: on the Hub?"
+    elif Path(name).is_dir() and not any(with_config(Path(name)).glob("*.safetensors")):
+        yield f"prompts, rewards and memory: there are no weights in --hf-checkpoint {name}"
+    for data, flag in data_names(config):
+        if not data.startswith(GENERATOR) and not _is_here(data):
+            yield f"{flag} {data}, which is no local file: on the Hub?"
+    teacher = config.value("opd_teacher")
+    if teacher is not None and not Path(teacher).is_dir():
+        yield f"--opd-teacher {teacher}, which is no local folder"
 
 
-def _check_model_folder(config: Config) -> bool:
-    """Return whether --hf-checkpoint is a local folder. Raises CheckpointError if it holds no model."""
-    path = Path(config.model.hf_checkpoint)
-    if path.is_dir():
-        with_config(path)
-    return path.is_dir()
+def _is_here(data: str) -> bool:
+    return Path(data.partition("?")[0]).exists()
+
+
+def _is_cached(name: str) -> bool:
+    """Return whether the cache of the Hub has weights of the model, which are downloaded with all other files."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("model.safetensors", "model.safetensors.index.json")
+    return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
+
+
+def _read_parts(config: Config) -> list[str]:
+    """Read what is here, and return lines about it."""
+    lines: list[str] = []
+    for name, flag in data_names(config):
+        is_generated = name.startswith(GENERATOR) and name != DataConfig().prompt_data  # the default needs no check
+        if is_generated or _is_here(name):
+            data, sft = config.data.source(name), sft_options(config)
+            rows = load_rows(data, seed=config.run.seed, flag=flag, image_key=image_key(config), sft=sft)
+            _ = [rows[index] for index in _spread(len(rows))]
+            lines.append(f"{flag} {name}: {len(rows)} rows")
+    if config.environment.environment is not None:
+        from fsdptrain.trainer.samples.environment import find_environment
+
+        find_environment(config.environment.environment)
+    return lines
+
+
+def _spread(count: int, most: int = _MOST_ROWS) -> list[int]:
+    """Return up to `most` indices of `count` rows, at equal distances."""
+    return sorted({index * count // min(count, most) for index in range(min(count, most))})
 
 
 def _check_sizes(config: Config) -> None:
     """Raise ConfigError if the backend cannot build the model in the parallel sizes. Imports torch if it must."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if config.model.backend == "fsdp" and any(group.size > 1 for group in config.rank_groups):
         from fsdptrain.tools.inspect.inspection import check_sizes
 
         check_sizes(config)
-    elif config.model.backend == "megatron" and _has_megatron():
+    elif config.model.backend == "megatron":
         from fsdptrain.megatron.model import check_sizes as check_megatron_sizes
 
         check_megatron_sizes(config)
 
 
-def _has_megatron() -> bool:
-    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+def _prepare(config: Config, world_size: int | None, local_ranks: int | None) -> list[str]:
+    """Prepare the run up to its weights. Returns lines about it, those that it logs among them."""
+    import torch.distributed as dist
+
+    from fsdptrain.fsdp.build import meta_policy
+    from fsdptrain.memory.report import MemoryReport
+    from fsdptrain.model.loading.meta import resolve_checkpoint
+    from fsdptrain.platform import device_count
+    from fsdptrain.trainer.build import prepare
+
+    logged = _Lines()
+    log = logging.getLogger("fsdptrain")
+    log.addHandler(logged)
+    log.setLevel(logging.INFO)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with ExitStack() as stack:
+            files = resolve_checkpoint(config.model.hf_checkpoint)
+            run = prepare(config, files, stack)
+            lines = list(_data_lines(run, files))
+            if config.model.backend == "fsdp":
+                model = meta_policy(run.config, files, run.features)
+                count = world_size or device_count()
+                report = MemoryReport(run.config, num_ranks=count, local_ranks=local_ranks or count)
+                report.before_load(model)
+        return [*lines, *logged.lines]
+    finally:
+        dist.destroy_process_group()
+        log.removeHandler(logged)
 
 
-def _unchecked(config: Config, is_local: bool) -> Iterator[str]:
-    """Yield what only the run checks."""
-    if not is_local:
-        yield f"--hf-checkpoint {config.model.hf_checkpoint}, which is no local folder: on the Hub?"
-    elif config.model.backend != "fsdp" and not _has_megatron():
-        yield f"whether the model allows the sizes of --backend {config.model.backend}, which is not installed here"
-    for name, flag in data_names(config):
-        if not name.startswith(GENERATOR) and not _is_small_file(name):
-            yield f"{flag} {name}, which is no small local file: " + (
-                "its columns" if Path(name).exists() else "on the Hub?"
-            )
-    folder = Path(config.model.hf_checkpoint)
-    if is_local and folder.is_dir() and not any(folder.glob("*.safetensors")):
-        yield f"the weights of --hf-checkpoint {folder}: there are none"
+def _data_lines(run: "Prepared", files: Path) -> Iterator[str]:
+    """Yield the number of rows, a prompt or sample as it is rendered, and the longest.
+
+    Raises the DataError or RolloutError that the run would raise when it comes to such a row.
+    """
+    config, stream, held_out = run.config, run.data.stream, run.data.prompts or run.data.supervised
+    trained = f"{len(stream.rows)} rows to train on, " if config.run.num_rollout else ""
+    yield f"--prompt-data {config.data.prompt_data}: {trained}{len(held_out)} held out"
+    most = _MOST_ROWS if stream.processor is None else _MOST_IMAGES
+    rows = [stream.rows[index] for index in _spread(len(stream.rows), most) if config.run.num_rollout]
+    if run.builder is None:
+        kind, tokens, refused = "prompt", *_prompts(run, rows, files)
+    else:
+        from fsdptrain.trainer.data import supervised_prompt
+        from fsdptrain.trainer.samples.sft import build_samples
+
+        make = supervised_prompt(config, run.tokenizer, stream.processor)
+        samples, refusals = build_samples(run.builder, [make(row) for row in rows] if make else [])
+        kind, tokens = "sample", [sample.token_ids for sample in (*samples, *(run.held_out or ()))]
+        refused = f"; skipped: {refusals.reasons}" if refusals.counts else ""
+    if not tokens:  # an evaluation of prompts that are all too long, which is logged
+        return
+    text = run.tokenizer.decode(tokens[0])
+    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
+    yield f"{kind} of {len(tokens[0])} tokens: {text!r}"
+    yield f"the longest of {len(tokens)}: {max(map(len, tokens))} tokens{refused}"
+
+
+def _prompts(run: "Prepared", rows: "Sequence[Row]", files: Path) -> tuple[list[list[int]], str]:
+    """Return the tokens of prompts that are not skipped, and how many are."""
+    from fsdptrain.data.prompts import make_prompt
+    from fsdptrain.model.loading.meta import model_config
+    from fsdptrain.rollout.embedded.engine import check_length
+    from fsdptrain.rollout.embedded.replica import max_positions
+
+    config, stream = run.config, run.data.stream
+    prompts = [make_prompt(row, run.tokenizer, data=stream.data, processor=stream.processor) for row in rows]
+    prompts += run.data.prompts
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= config.prompt_budget]
+    if config.rollout.engine == "hf" and run.environment is None:
+        positions = max_positions(model_config(files, trust_remote_code=config.model.trust_remote_code))
+        for prompt in fitting:
+            limit, most = config.rollout.max_response_len, config.rollout.max_batch_tokens
+            check_length(prompt, limit, max_batch_tokens=most, max_positions=positions)
+    skipped = f", {len(prompts) - len(fitting)} longer than {config.prompt_budget} are skipped"
+    return [prompt.token_ids for prompt in fitting], skipped if len(fitting) < len(prompts) else ""
+
+
+class _Lines(logging.Handler):
+    """Handler that keeps the lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))

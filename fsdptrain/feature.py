@@ -18,6 +18,9 @@ from transformers import PreTrainedModel
 
 from fsdptrain import registry
 from fsdptrain.config import Config
+from fsdptrain.config.checks import check_packages
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError
 from fsdptrain.types import Metrics, PackedBatch, Sample
 
 if TYPE_CHECKING:
@@ -169,7 +172,9 @@ class Feature:
 
 
 def load_features(config: Config, checkpoint: Path) -> "Features":
-    """Create the features that `config` turns on. Collective."""
+    """Create the features that `config` turns on. Collective. Raises ConfigError if a package is missing."""
+    with raise_on_all_ranks(ConfigError, "packages"):
+        check_packages(config, config.optional)
     return Features([entry.create(config, checkpoint) for entry in _enabled(config)])
 
 

@@ -35,7 +35,7 @@ Options that most runs set:
   --fsdp-cpu-offload         keep weights and optimizer in host memory
   --nproc-per-node           processes on this machine; default: its GPUs
   --output-dir               where to write; the same command resumes there
-  --dry-run                  check everything, print each value with its source
+  --dry-run                  check everything, print what was set and read
 
 Commands (fsdptrain COMMAND --help):
 {commands}
@@ -49,7 +49,7 @@ usage: fsdptrain [OPTIONS]
 
 All options of a run. `fsdptrain --help` prints one screen.
 
-Precedence: flag > recipe > preset > default. --dry-run shows each source.
+Precedence: flag > recipe > preset > default. --dry-run full shows each source.
 """
 
 

@@ -6,10 +6,11 @@ Each problem is one line with the flags, the values and the fix.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.rules import Column, Excludes, NoEffectError, Problem, Requires, Rule
+from fsdptrain.config.rules import Column, Excludes, NoEffectError, Package, Problem, Requires, Rule
 from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,27 @@ def check_data_options(config: Config) -> None:
         columns = [flat for flat, key in all_keys().items() if key.marks(Column)]
         reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
         _raise_first(config.without_effect(columns, reason))
+
+
+def check_packages(config: Config, sections: Iterable[str] | None = None) -> None:
+    """Raise ConfigError, with the commands, for options whose packages are not installed. sections: only of these."""
+    missing = [
+        f"{key.shown(config)} needs the package {package.module}: pip install 'fsdptrain[{package.extra}]'"
+        for key in all_keys().values()
+        for package in key.marks(Package)
+        if (sections is None or key.section in sections)
+        and package.is_needed(key.value(config))
+        and not _is_installed(package.module)
+    ]
+    if missing:
+        raise ConfigError(*missing)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
 
 
 def check_world_size(config: Config, world_size: int) -> None:

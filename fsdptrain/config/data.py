@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from fsdptrain.config.rules import COLUMN, NEUTRAL, RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.rules import COLUMN, NEUTRAL, RL_ONLY, Excludes, IdleWith, Package, Problem, Requires
 from fsdptrain.config.section import Names, Section
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class EnvironmentConfig(Section):
     environment: Annotated[str | None, RL_ONLY] = None
     """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name, see
     docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md."""
-    environment_command: Annotated[str | None, RL_ONLY, Excludes("environment")] = None
+    environment_command: Annotated[str | None, RL_ONLY, Excludes("environment"), Package("starlette", "agents")] = None
     """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
     environment_kwargs: Annotated[dict[str, Any], Requires("environment")] = Field(default={})
     """Arguments of the environment's constructor, or of the agent's function."""

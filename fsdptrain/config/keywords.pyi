@@ -155,7 +155,7 @@ class Keywords(TypedDict, total=False):
     log_num_samples: int
     nproc_per_node: int | None
     dist_timeout: int
-    dry_run: bool
+    dry_run: bool | Literal["full"]
     lora_rank: int
     lora_alpha: int
     lora_targets: str | list[str]

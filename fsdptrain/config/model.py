@@ -16,6 +16,7 @@ from fsdptrain.config.rules import (
     RUNS_CODE,
     TUNING,
     IdleWith,
+    Package,
     Problem,
     Requires,
 )
@@ -36,7 +37,7 @@ class ModelConfig(Section):
 
     hf_checkpoint: str = ""
     """Hub id or local directory of the model to train. The only required option."""
-    backend: Literal["fsdp", "megatron"] = "fsdp"
+    backend: Annotated[Literal["fsdp", "megatron"], Package("megatron.core", "megatron", "megatron")] = "fsdp"
     """`fsdp`: the transformers model under PyTorch FSDP2. `megatron`: the megatron-core model, for a few families:
     docs/megatron.md."""
     trust_remote_code: Annotated[bool, RUNS_CODE] = False

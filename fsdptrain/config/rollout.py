@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, RL_ONLY, TUNING, IdleWith, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, RL_ONLY, TUNING, IdleWith, Package, Problem, Requires
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RolloutConfig(Section):
     NAME = "rollout"
     PREFIX = "rollout_"
 
-    engine: Annotated[str, NEUTRAL, RL_ONLY] = "auto"
+    engine: Annotated[str, NEUTRAL, RL_ONLY, Package("vllm", "vllm", "vllm")] = "auto"
     """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. `vllm-server`: over HTTP. Or
     `package.module:function`. `auto`: vllm if installed and there is a GPU, else hf."""
     batch_size: Annotated[int, TUNING] = Field(default=32, ge=1)

@@ -89,6 +89,18 @@ class RunsCode(ExportChoice, NotExported):
 
 
 @dataclass(frozen=True)
+class Package:
+    """Marks an option that needs a package of an extra of this project; with `value`, only with this value."""
+
+    module: str
+    extra: str
+    value: str = ""
+
+    def is_needed(self, value: Any) -> bool:
+        return self.value in (value if isinstance(value, list) else [value]) if self.value else bool(value)
+
+
+@dataclass(frozen=True)
 class RankGroup:
     """Marks an option as the size of groups of ranks that share work. `Config.rank_groups` fills in the last fields."""
 

@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, NEUTRAL, REFUSED, RL_ONLY, IdleWith, Problem, Requires
+from fsdptrain.config.rules import (
+    EXPORT_CHOICE,
+    FSDP_ONLY,
+    NEUTRAL,
+    REFUSED,
+    RL_ONLY,
+    IdleWith,
+    Package,
+    Problem,
+    Requires,
+)
 from fsdptrain.config.section import Names, Section
 from fsdptrain.registry import plugin_names, unknown_name
 
@@ -89,7 +99,9 @@ class LogConfig(Section):
     PREFIX = "log_"
     ON_RESUME = NEUTRAL
 
-    to: Names = Field(default=["console"])
+    to: Annotated[Names, Package("wandb", "wandb", "wandb"), Package("trackio", "trackio", "trackio")] = Field(
+        default=["console"]
+    )
     """Loggers in addition to metrics.jsonl, which is always written: any of console, wandb, trackio, or a plug-in."""
     project: str = "fsdptrain"
     """Project name for wandb and trackio, whose database is in TRACKIO_DIR; default: `trackio` beside output_dir."""
@@ -120,5 +132,6 @@ class LaunchConfig(Section):
     """Processes on this machine. Default: one per visible GPU, or one without GPUs."""
     dist_timeout: int = Field(default=1800, ge=1)
     """Timeout of every wait between ranks. [s]"""
-    dry_run: bool = False
-    """Print the resolved configuration with the source of each value, and exit."""
+    dry_run: bool | Literal["full"] = False
+    """Check everything that can be checked without weights, print what was set and what was read, and exit. `full`:
+    print each value with its source, as a recipe."""

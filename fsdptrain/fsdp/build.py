@@ -20,6 +20,20 @@ from fsdptrain.model.policy import install_policy_forward
 from fsdptrain.model.structure import freeze_vision
 
 
+def meta_policy(config: Config, path: Path, features: Features) -> PreTrainedModel:
+    """Build the policy on meta, whole. Collective."""
+    attention = resolve_attention(
+        config.model.attn_implementation, platform.device_type(), needs_package_attention=config.has(Fact.OWN_ATTENTION)
+    )
+    model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
+    check_longest(model.config, config.longest_sequence)
+    if not config.has(Fact.TRAINS_TOWER):
+        freeze_vision(model)
+    for feature in features:
+        feature.add_parameters(model)
+    return model
+
+
 def load_model(
     config: Config,
     path: Path,
@@ -36,16 +50,8 @@ def load_model(
         before_load: called with the whole model on meta, before it is split and allocated.
     """
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+    model = meta_policy(config, path, features)
     stored = torch.promote_types(stored_dtype or getattr(torch, config.stored_dtype_name), compute_dtype)
-    attention = resolve_attention(
-        config.model.attn_implementation, platform.device_type(), needs_package_attention=config.has(Fact.OWN_ATTENTION)
-    )
-    model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
-    check_longest(model.config, config.longest_sequence)
-    if not config.has(Fact.TRAINS_TOWER):
-        freeze_vision(model)
-    for feature in features:
-        feature.add_parameters(model)
     with features.without():
         store_in(model, stored)
     if before_load is not None:

@@ -76,11 +76,9 @@ class Dashboard:
 
 def open_wandb(info: RunInfo) -> Dashboard:
     """Open a run of wandb, the same one on resume."""
-    try:
-        import wandb
-        from wandb.errors import CommError, UsageError
-    except ImportError as error:
-        raise ConfigError("--log-to wandb needs the wandb package: pip install 'fsdptrain[wandb]'") from error
+    import wandb
+    from wandb.errors import CommError, UsageError
+
     try:
         run = wandb.init(
             project=info.project,
@@ -113,10 +111,8 @@ def _run_id(output_dir: Path, *, fresh: bool) -> str:
 def open_trackio(info: RunInfo) -> Dashboard:
     """Open a run of trackio, that of the same name on resume."""
     folder = os.environ.setdefault("TRACKIO_DIR", str(info.output_dir.resolve().parent / "trackio"))  # read on import
-    try:
-        import trackio
-    except ImportError as error:
-        raise ConfigError("--log-to trackio needs the trackio package: pip install 'fsdptrain[trackio]'") from error
+    import trackio
+
     with contextlib.redirect_stdout(io.StringIO()):  # replaces six lines about the dashboard by our one line
         run = trackio.init(
             project=info.project,

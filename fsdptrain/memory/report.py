@@ -22,9 +22,17 @@ log = logging.getLogger(__name__)
 class MemoryReport:
     """The planned memory of a run. `planned`: bytes on the device of a rank; None without a device, or for Megatron."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, num_ranks: int | None = None, local_ranks: int | None = None) -> None:
+        """num_ranks, local_ranks: in all and on this node, by default those that were started."""
         self.planned: int | None = None
         self._config = config
+        self._machine = Machine(
+            num_ranks=num_ranks or dist.get_world_size(),
+            device=device_memory()[0] if platform.has_accelerator() else None,
+            host=host_memory()[0],
+            has_accelerator=platform.has_accelerator(),
+            local_ranks=local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
         self._model: PreTrainedModel | None = None
 
     def before_load(self, model: PreTrainedModel) -> None:
@@ -33,7 +41,7 @@ class MemoryReport:
         Raises MemoryPlanError on all ranks instead of the warning with --strict.
         """
         self._model = model
-        found = estimate(model, self._config, _machine())
+        found = estimate(model, self._config, self._machine)
         self.planned = found.device or None
         log.info("planned memory of %s parameters: %s", count(sum(p.numel() for p in model.parameters())), found.line)
         with raise_on_all_ranks(MemoryPlanError, "--strict"):
@@ -47,7 +55,7 @@ class MemoryReport:
             log.warning("%s", line)
 
     def _advice(self) -> str:
-        flags = flags_that_help(self._model, self._config, _machine()) if self._model is not None else []
+        flags = flags_that_help(self._model, self._config, self._machine) if self._model is not None else []
         return f"flags that help, each alone: {', '.join(flags)}" if flags else "use more GPUs or a smaller model"
 
     @contextmanager
@@ -57,13 +65,3 @@ class MemoryReport:
             yield
         except torch.OutOfMemoryError as error:
             raise MemoryPlanError(f"out of memory: {str(error).strip().splitlines()[0]} {self._advice()}") from error
-
-
-def _machine() -> Machine:
-    return Machine(
-        num_ranks=dist.get_world_size(),
-        device=device_memory()[0] if platform.has_accelerator() else None,
-        host=host_memory()[0],
-        has_accelerator=platform.has_accelerator(),
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    )

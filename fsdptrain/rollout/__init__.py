@@ -4,7 +4,6 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING, Any
 
-from fsdptrain.errors import ConfigError
 from fsdptrain.registry import resolve
 
 if TYPE_CHECKING:
@@ -29,11 +28,6 @@ def engine_factory(name: str) -> "Callable[..., RolloutEngine]":
     `rollout.<name>` in the group `fsdptrain.plugins`. Raises ConfigError for an unknown name, so call it before a model
     is loaded. The engine has no weights before the first `update_weights`.
     """
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "--rollout-engine vllm: vLLM is not installed here: pip install 'fsdptrain[vllm]', or use "
-            "--rollout-engine hf"
-        )
     return resolve(
         ENGINES.get(name, name),
         dict[str, Any](ENGINES),

@@ -7,29 +7,36 @@ them on.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from transformers import PreTrainedTokenizerBase
+
 from fsdptrain import platform, registry
+from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
+from fsdptrain.config.checks import check_packages
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.feature import load_features
+from fsdptrain.feature import Features, load_features
 from fsdptrain.loggers import build_loggers
 from fsdptrain.model.loading.meta import resolve_checkpoint
-from fsdptrain.protocols import FeatureEngine, Logger, RewardFunction, RolloutEngine, TrainBackend
-from fsdptrain.rewards.build import build_reward
+from fsdptrain.protocols import FeatureEngine, Logger, Loss, RewardFunction, RolloutEngine, TrainBackend
+from fsdptrain.rewards.build import WeightedSum, build_reward
+from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.weight_sync.sync import WeightSync, build_verifier
 from fsdptrain.trainer.backend import open_backend
-from fsdptrain.trainer.data import build_data, require_same_data
+from fsdptrain.trainer.data import RunData, build_data, require_same_data
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.resolve import load_environment, open_tokenizer, resolve, resolve_dtype
 from fsdptrain.trainer.run_dir import RunFolder, open_folder
 from fsdptrain.trainer.samples.build import (
+    AGENT_SAMPLER,
     advantage_rule,
     build_sampler,
     build_source,
@@ -39,8 +46,11 @@ from fsdptrain.trainer.samples.build import (
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.trainer.stopping import StopRequest
+from fsdptrain.types import Sample
 
 if TYPE_CHECKING:
+    from fsdptrain.data.sft import SampleBuilder
+    from fsdptrain.trainer.samples.environment import LoadedEnvironment
     from fsdptrain.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -51,32 +61,49 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
-@contextmanager
-def build_loop(
+@dataclass(frozen=True)
+class Prepared:
+    """What a run needs before its weights; all that `--dry-run` builds of it."""
+
+    config: Config  # resolved
+    features: Features
+    environment: "LoadedEnvironment | None"
+    tokenizer: PreTrainedTokenizerBase
+    folder: RunFolder
+    loss: Loss
+    advantages: AdvantageRule
+    data: RunData
+    builder: "SampleBuilder | None"  # of supervised samples
+    held_out: list[Sample] | None  # supervised
+    make_engine: Callable[..., RolloutEngine] | None
+    reward: RewardFunction | WeightedSum
+    rewards: ParallelReward | None
+
+
+def prepare(
     config: Config,
+    files: Path,
+    stack: ExitStack,
     *,
-    reward: RewardFunction | None,
-    dataset: Sequence[Mapping[str, Any]] | None,
-    eval_dataset: Sequence[Mapping[str, Any]] | None,
-    trainer: "Trainer",
-    stop: StopRequest,
-) -> Iterator[TrainingLoop]:
-    """Resolve the configuration, build data and rewards, then the model, then the engine. Close all of them on exit."""
+    reward: RewardFunction | None = None,
+    dataset: Sequence[Mapping[str, Any]] | None = None,
+    eval_dataset: Sequence[Mapping[str, Any]] | None = None,
+) -> Prepared:
+    """Resolve the configuration, read the data and try the rewards. Collective.
+
+    files: the model's folder, without weights. stack: closes the rewards.
+    """
+    with raise_on_all_ranks(ConfigError, "packages"):
+        check_packages(config)
     config, dtype_line = resolve_dtype(config)
-    files = resolve_checkpoint(config.model.hf_checkpoint, weights=False)
-    features = load_features(config, files)  # before the weights are downloaded: the model may forbid an option
-    checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
+    features = load_features(config, files)
     environment = load_environment(config)
     processor = features.prompt_processor
-    tokenizer = open_tokenizer(config, checkpoint, processor)
-    trainer.config = config = resolve(config, tokenizer, environment)
+    tokenizer = open_tokenizer(config, files, processor)
+    config = resolve(config, tokenizer, environment)
     folder = open_folder(config)
     if dtype_line:
         log.info(dtype_line)
-    if config.run.push_to_hub is not None:
-        from fsdptrain.trainer.hub import open_repository
-
-        open_repository(config)
     with raise_on_all_ranks(DataError, "--prompt-data"):
         name = config.algorithm.loss
         loss = registry.resolve(name, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config"))
@@ -89,20 +116,39 @@ def build_loop(
         data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
         builder = sample_builder(config, tokenizer, data.stream)
         make_engine = engine_factory(config.rollout.engine) if config.generates else None
+        if environment is not None and environment.is_agent:
+            _ = AGENT_SAMPLER["agent"]  # imports the packages of agents
     require_same_data(data.stream)
-    if config.run.num_rollout and (config.run.keep_last or folder.checkpoint is not None):
-        from fsdptrain.trainer.inputs import bind_inputs
-
-        folder = bind_inputs(
-            folder, checkpoint, data, reward_function, named=config.run.resume not in ("auto", "never")
-        )
     held_out = None
     if data.supervised:
         from fsdptrain.trainer.sft_evaluation import held_out_samples
 
         held_out = held_out_samples(config, tokenizer, data)
+    rewards = open_rewards(config, reward_function, data, environment, stack) if make_engine else None
+    parts = (config, features, environment, tokenizer, folder, loss, advantages, data, builder, held_out)
+    return Prepared(*parts, make_engine, reward_function, rewards)
+
+
+@contextmanager
+def build_loop(
+    config: Config, *, trainer: "Trainer", stop: StopRequest, **data_and_reward: Any
+) -> Iterator[TrainingLoop]:
+    """Prepare the run, then build the model and the engine. Close all of them on exit. Arguments: see `prepare`."""
     with ExitStack() as stack:
-        rewards = open_rewards(config, reward_function, data, environment, stack) if make_engine else None
+        files = resolve_checkpoint(config.model.hf_checkpoint, weights=False)
+        run = prepare(config, files, stack, **data_and_reward)
+        trainer.config = config = run.config
+        checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
+        if config.run.push_to_hub is not None:
+            from fsdptrain.trainer.hub import open_repository
+
+            open_repository(config)
+        folder, data = run.folder, run.data
+        if config.run.num_rollout and (config.run.keep_last or folder.checkpoint is not None):
+            from fsdptrain.trainer.inputs import bind_inputs
+
+            named = config.run.resume not in ("auto", "never")
+            folder = bind_inputs(folder, checkpoint, data, run.reward, named=named)
         loggers = open_loggers(config, folder, stack)
         memory = None
         if platform.has_accelerator():  # a CPU swaps
@@ -110,39 +156,41 @@ def build_loop(
 
             memory = MemoryReport(config)
             stack.enter_context(memory.naming_flags())
-        backend = open_backend(config, features, before_load=memory and memory.before_load)
-        engine = open_engine(config, backend, make_engine, checkpoint) if make_engine else None
+        backend = open_backend(config, run.features, before_load=memory and memory.before_load)
+        engine = open_engine(config, backend, run.make_engine, checkpoint) if run.make_engine else None
         phases = Phases(config, backend, engine)
         sampler = evaluation = weight_sync = threads = None
-        if engine is not None and rewards is not None:
+        if engine is not None and run.rewards is not None:
             stack.callback(engine.close)
             if config.sync.max_staleness:
                 from fsdptrain.trainer.samples.continuous import open_threads
 
-                has_deadlines = environment is not None and environment.is_agent
+                has_deadlines = run.environment is not None and run.environment.is_agent
                 threads = open_threads(config, engine, stack, has_deadlines=has_deadlines)
             weight_sync = build_weight_sync(config, engine, backend)
-            sampler = build_sampler(config, tokenizer, engine, rewards, environment)
+            sampler = build_sampler(config, run.tokenizer, engine, run.rewards, run.environment)
             if isinstance(sampler, Closing):
                 stack.callback(sampler.close)
             if data.prompts:
                 from fsdptrain.trainer.evaluation import Evaluation
 
                 evaluation = Evaluation(config, sampler, own_share(data.prompts))
-        if held_out is not None:
+        if run.held_out is not None:
             from fsdptrain.trainer.sft_evaluation import LossEvaluation
 
-            evaluation = LossEvaluation.of(config, backend, samples=held_out, data=data)
+            evaluation = LossEvaluation.of(config, backend, samples=run.held_out, data=data)
         planned = None if memory is None else memory.planned
         speed = Speed.of(backend.model, platform.local_device(), backend.compute_dtype, copies=config.pack_copies)
         yield TrainingLoop(
             config=config,
             run_folder=folder,
-            tokenizer=tokenizer,
+            tokenizer=run.tokenizer,
             stream=data.stream,
-            source=build_source(config, data.stream, builder, sampler, advantages, engine=engine, threads=threads),
-            loss=loss,
-            advantages=advantages,
+            source=build_source(
+                config, data.stream, run.builder, sampler, run.advantages, engine=engine, threads=threads
+            ),
+            loss=run.loss,
+            advantages=run.advantages,
             backend=backend,
             weight_sync=weight_sync,
             evaluation=evaluation,

@@ -72,7 +72,7 @@ def test_the_wheel_has_the_recipes_the_demo_and_the_license(wheel: Path) -> None
 def test_the_demo_trains_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     where = run(installed, tmp_path, "python", "-c", "import fsdptrain; print(fsdptrain.__file__)")
     assert Path(where.strip()).is_relative_to(installed.parent)
-    assert "# recipe" in run(installed, tmp_path, "fsdptrain", "--recipe", "gsm_symbolic_qwen3_4b", "--dry-run")
+    assert "  recipe\n" in run(installed, tmp_path, "fsdptrain", "--recipe", "gsm_symbolic_qwen3_4b", "--dry-run")
     said = run(installed, tmp_path, "fsdptrain", "demo", "--seed", "1", "--warm-up-steps", "21", "--rollouts", "1")
     folder = tmp_path / "runs" / "quickstart"
     assert json.loads((folder / "summary.json").read_text())["accuracy_after"] >= 0

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +16,15 @@ import yaml
 
 from fsdptrain import cli
 from fsdptrain.cli import COMMANDS
-from fsdptrain.config import Config, DataConfig
+from fsdptrain.config import Config, DataConfig, checks
 from fsdptrain.config.flags import config_options
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
+from fsdptrain.config.rules import Package
 from fsdptrain.data.tables import load_table_rows
 from fsdptrain.launch.inputs import check_inputs
 from tests import configs
+from tests.testing import save_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--hf-checkpoint", "Qwen/Qwen3-4B"]
@@ -107,8 +110,8 @@ def test_torch_is_not_imported_to_answer():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(fsdptrain, tmp_path):
-    done = fsdptrain(*MODEL, "--fsdp-cpu-offload", "--lr", "2e-6", "--dry-run")
+def test_a_full_dry_run_prints_a_recipe_with_the_source_of_each_value(fsdptrain, tmp_path):
+    done = fsdptrain(*MODEL, "--fsdp-cpu-offload", "--lr", "2e-6", "--dry-run", "full")
     assert (done.code, done.err) == (0, "")
     assert yaml.safe_load(done.out)["optim"]["lr"] == 2e-6
     lines = [line.split() for line in done.out.splitlines()]
@@ -117,6 +120,49 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(fsdptrain, tmp_
     assert "\x1b" not in done.out
     (tmp_path / "r.yaml").write_text(done.out)
     assert load_recipe(tmp_path / "r.yaml") == Config(hf_checkpoint="Qwen/Qwen3-4B", fsdp_cpu_offload=True, lr=2e-6)
+
+
+def test_a_dry_run_says_what_was_set_and_what_was_read(fsdptrain, tmp_path):
+    save_tiny_checkpoint(tmp_path / "model")
+    rows = [{"prompt": f"What is {n}+{n}?", "label": str(2 * n), "completion": str(2 * n)} for n in range(30)]
+    rows[7]["prompt"] += 800 * "!"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--hf-checkpoint", "model", "--prompt-data", "rows.jsonl", "--max-tokens-per-gpu", "1024", "--dry-run"]
+    length = ["--rollout-max-response-len", "300"]
+    done = fsdptrain(*flags, *length, "--no-bf16")
+    assert (done.code, done.err) == (0, "")
+    *options, data, prompt, longest, memory, last = done.out.splitlines()
+    assert [line.split() for line in options] == [
+        *(["--hf-checkpoint", "model", "flag"], ["--no-bf16", "flag"], ["--prompt-data", "rows.jsonl", "flag"]),
+        *(["--max-tokens-per-gpu", "1024", "flag"], ["--rollout-max-response-len", "300", "flag"]),
+    ]
+    assert data == "--prompt-data rows.jsonl: 27 rows to train on, 3 held out"
+    assert prompt == "prompt of 15 tokens: '<|user|>What is 0+0?<|end|><|assistant|>'"
+    assert longest == "the longest of 29: 17 tokens, 1 longer than 724 are skipped"
+    assert re.fullmatch(r"planned memory of 91008 parameters: \S+ of \S+ GiB on the host", memory)
+    assert last == "ok"
+    sft = fsdptrain(*flags, "--algorithm", "sft", "--no-bf16")
+    assert "sample of 17 tokens: '<|user|>What is 0+0?<|end|><|assistant|>0<|end|>'\n" in sft.out
+    for more, message in (
+        ([*length, "--max-tokens-per-gpu", "4096"], "exceed the 1024 positions of the model"),
+        ([*length, "--reward", "own:f"], "--reward own:f"),
+    ):
+        (tmp_path / "own.py").write_text("def f(prompt, text): return {}['no']\n")
+        done = fsdptrain(*flags, *more)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert message in done.err
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(fsdptrain, monkeypatch):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {package.extra for key in all_keys().values() for package in key.marks(Package)} <= extras.keys()
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    done = fsdptrain(*MODEL, "--lora-rank", "8", "--log-to", "console", "wandb")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines() == [
+        "fsdptrain: --log-to console wandb needs the package wandb: pip install 'fsdptrain[wandb]'",
+        "fsdptrain: --lora-rank 8 needs the package peft: pip install 'fsdptrain[lora]'",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +183,7 @@ def test_a_dry_run_prints_a_recipe_with_the_source_of_each_value(fsdptrain, tmp_
         (["--reward", "own:one"], "--reward own:one takes (x), which does not fit its calls"),
         (["--prompt-data", "rows.jsonl?foo=3", "--hf-checkpoint", "m"], "rows.jsonl: no option 'foo'"),
         (["--prompt-data", "second.jsonl", "--hf-checkpoint", "m"], "--prompt-data second.jsonl:2 is not JSON: "),
+        (["--prompt-data", "gap.jsonl"], "--input-key prompt: row gap.jsonl:1, counted from 0, holds 'None'"),
         (["--environment", "nope", "--hf-checkpoint", "m"], "--environment does not know 'nope'"),
         (["--output-dir", "rows.txt/run"], "--output-dir rows.txt/run cannot be written: "),
         (["--hf-checkpoint", "./none"], "--hf-checkpoint ./none: there is no such local folder"),
@@ -150,6 +197,7 @@ def test_a_dry_run_finds_what_would_end_the_run(fsdptrain, flags, message, tmp_p
     (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
+    (tmp_path / "gap.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n{"label": "2"}\n')
     (tmp_path / "rows.csv").write_text("prompt,label\n1+1,2\n")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1"], "label": ["2"]}), tmp_path / "rows.parquet")
     (tmp_path / "own.py").write_text("def f(prompt, text): return 1.0\ndef one(x): return 1.0\n")
@@ -176,9 +224,10 @@ def test_a_key_may_be_null_in_the_first_row(first, tmp_path):
 def test_a_dry_run_says_what_it_did_not_check(fsdptrain):
     done = fsdptrain(*MODEL, "--prompt-data", "openai/gsm8k?name=main", "--dry-run")
     assert (done.code, done.err) == (0, "")
-    assert [line for line in done.out.splitlines() if line.startswith("# not checked: ")] == [
-        "# not checked: --hf-checkpoint Qwen/Qwen3-4B, which is no local folder: on the Hub?",
-        "# not checked: --prompt-data openai/gsm8k?name=main, which is no small local file: on the Hub?",
+    assert done.out.splitlines()[-3:] == [
+        "not checked: --hf-checkpoint Qwen/Qwen3-4B, which is no local folder: on the Hub?",
+        "not checked: --prompt-data openai/gsm8k?name=main, which is no local file: on the Hub?",
+        "ok",
     ]
 
 

@@ -6,7 +6,6 @@ layouts up to rounding: 8-bit floats differ by more.
 
 import logging
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -38,8 +37,6 @@ class Fp8Feature(Feature):
     def create(cls, config: Config, checkpoint: Path) -> "Fp8Feature":
         del config, checkpoint
         with raise_on_all_ranks(ConfigError, "--fp8"):
-            if find_spec("torchao") is None:
-                raise ConfigError("--fp8 needs the torchao package: pip install 'fsdptrain[torchao]'")
             if platform.device_type() == "cuda" and torch.cuda.get_device_capability() < _ADA:
                 found = ".".join(map(str, torch.cuda.get_device_capability()))
                 raise ConfigError(

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, Excludes
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, Excludes, Package
 from fsdptrain.config.section import Section
 
 
@@ -14,6 +14,8 @@ class LigerConfig(Section):
 
     liger: Annotated[
         bool,
+        Package("liger_kernel", "liger"),
+        Package("triton", "liger"),
         Excludes("compile", reason="with --compile, which fuses the same operations: leave one of them out"),
         Excludes("tensor_parallel_size>1", "expert_parallel_size>1", "image_key"),
         FSDP_ONLY,

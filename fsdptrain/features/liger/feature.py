@@ -7,7 +7,6 @@ either: it can only be replaced for all models.
 import logging
 import math
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -79,9 +78,6 @@ def _require(model_type: str | None = None) -> None:
 
 def obstacle(model_type: str | None = None) -> str:
     """Return why the kernels cannot run here, or not for models of `model_type`, as the end of a message, or ""."""
-    for package in ("liger_kernel", "triton"):
-        if find_spec(package) is None:
-            return f"needs the package {package}, not installed here: pip install 'fsdptrain[liger]', or leave it out"
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     from triton import knobs
 

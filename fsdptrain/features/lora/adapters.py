@@ -12,7 +12,6 @@ do not translate names; they temporarily remove peft's layers from the model.
 
 import copy
 import hashlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,12 +32,6 @@ from fsdptrain.model.loading.materialize import filled_like, own_part, register
 
 if TYPE_CHECKING:
     import peft
-
-
-def require_peft() -> None:
-    """Raise ConfigError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("--lora-rank needs the peft package: pip install 'fsdptrain[lora]'")
 
 
 @dataclass(frozen=True)

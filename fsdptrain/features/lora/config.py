@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, NEUTRAL, Fact, Problem, Requires
+from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, NEUTRAL, Fact, Package, Problem, Requires
 from fsdptrain.config.section import Names, Section
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class LoraConfig(Section):
     RULES = (Requires("lora_rank", fix="set it, e.g. 32"), FSDP_ONLY)
     FACTS = ((Fact.FROZEN_WEIGHTS, "lora_rank"),)
 
-    rank: int = Field(default=0, ge=0)
+    rank: Annotated[int, Package("peft", "lora")] = Field(default=0, ge=0)
     """Rank of the adapter, e.g. 32. 0: no adapter, train all weights."""
     alpha: int = Field(default=32, ge=1)
     """Scale of the adapter's output: alpha / rank."""

@@ -14,7 +14,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Adapter, ChangeWeight, Feature
-from fsdptrain.features.lora.adapters import Adapters, add_adapters, require_peft
+from fsdptrain.features.lora.adapters import Adapters, add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.export import export_adapter
 from fsdptrain.features.lora.weights import merged
@@ -35,8 +35,6 @@ class LoraFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LoraFeature":
-        with raise_on_all_ranks(ConfigError, "--lora-rank"):
-            require_peft()
         return cls(config, checkpoint)
 
     @property

@@ -1,6 +1,8 @@
 """Option of quantized frozen weights."""
 
-from fsdptrain.config.rules import FSDP_ONLY, Excludes, Requires
+from typing import Annotated
+
+from fsdptrain.config.rules import FSDP_ONLY, Excludes, Package, Requires
 from fsdptrain.config.section import Section
 
 
@@ -14,5 +16,5 @@ class QuantizedBaseConfig(Section):
         FSDP_ONLY,
     )
 
-    load_in_4bit: bool = False
+    load_in_4bit: Annotated[bool, Package("bitsandbytes", "qlora")] = False
     """Store the frozen weights of linear layers in 4 bits (NF4, QLoRA)."""

@@ -1,6 +1,5 @@
 """Frozen weights of linear layers in 4 bits under a LoRA adapter (QLoRA)."""
 
-import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -41,8 +40,6 @@ class QuantizedBaseFeature(Feature):
         with raise_on_all_ranks(ConfigError, "--load-in-4bit"):
             if torch.__version__ < "2.13":  # FSDP2 of torch 2.11 rejects parameters of whole numbers
                 raise ConfigError(f"--load-in-4bit needs torch 2.13, and this is {torch.__version__}: update it")
-            if importlib.util.find_spec("bitsandbytes") is None:
-                raise ConfigError("--load-in-4bit needs the bitsandbytes package: pip install 'fsdptrain[qlora]'")
         return cls()
 
     def add_parameters(self, model: PreTrainedModel) -> None:

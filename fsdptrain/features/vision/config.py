@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fsdptrain.config.rules import COLUMN, FSDP_ONLY, Excludes, Fact, IdleWith, Requires
+from fsdptrain.config.rules import COLUMN, FSDP_ONLY, Excludes, Fact, IdleWith, Package, Requires
 from fsdptrain.config.section import Section
 
 _TARGETS = "name layers of the tower by --lora-targets, e.g. all-linear visual.merger.linear_fc1"
@@ -22,6 +22,7 @@ class VisionConfig(Section):
     image_key: Annotated[
         str | None,
         COLUMN,
+        Package("PIL", "vision"),
         Requires("apply_chat_template", fix="only the template knows how a prompt shows an image"),
         Excludes("environment", "environment_command"),
         Requires("rollout_engine=auto|hf", fix="use --rollout-engine hf"),

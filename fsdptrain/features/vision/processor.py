@@ -4,7 +4,6 @@ Only its tokenizer and image processor are loaded. The video part of the Qwen pr
 are not supported. The image processors of transformers have a variant that needs only Pillow.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,8 +36,6 @@ class ImageProcessor:
     def __init__(self, checkpoint: Path, *, trust_remote_code: bool, image_key: str) -> None:
         """image_key: column of the images. Raises ConfigError if the checkpoint has no image processor."""
         self.image_key = image_key
-        if importlib.util.find_spec("PIL") is None:
-            raise ConfigError("--image-key needs the Pillow package: pip install 'fsdptrain[vision]'")
         try:
             with quiet_transformers():
                 self._processor: Any = _load(checkpoint, trust_remote_code)

@@ -50,7 +50,7 @@ class HFEngine:
         """data: see `stop_tokens`."""
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
         self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code, data=data)
-        self.max_positions = max_positions(self.model)
+        self.max_positions = max_positions(self.model.config)
         self._features = NO_FEATURES
         self._new_recorder: Callable[..., RouteRecorder] | None = None  # created by the first request for routes
         self.device = device
@@ -79,7 +79,8 @@ class HFEngine:
         if not self._has_weights:
             raise RolloutError("the embedded engine has no weights: call update_weights first, also after sleep()")
         limits = [sampling.limit_of(prompt) for prompt in prompts]
-        self._check_lengths(prompts, limits)
+        for prompt, limit in zip(prompts, limits, strict=True):
+            check_length(prompt, limit, max_batch_tokens=self.max_batch_tokens, max_positions=self.max_positions)
         stop = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
         chunks = plan_chunks(
             [len(prompt.token_ids) for prompt in prompts],
@@ -163,21 +164,22 @@ class HFEngine:
         reason = "length" if end is None else "stop"
         return Completion(prompt.id, tokens[:length], logprobs[:length], reason, self.policy_version)
 
-    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
-        for prompt, limit in zip(prompts, limits, strict=True):
-            length = len(prompt.token_ids)
-            if length == 0:
-                raise RolloutError(f"prompt {prompt.id!r} has no tokens: a prompt needs at least one")
-            if length + limit > self.max_batch_tokens:
-                raise RolloutError(
-                    f"--rollout-max-batch-tokens {self.max_batch_tokens} cannot hold prompt {prompt.id!r} of {length} "
-                    f"tokens and --rollout-max-response-len {limit}; raise it, or lower the others"
-                )
-            if self.max_positions is not None and length + limit > self.max_positions:
-                raise RolloutError(
-                    f"prompt {prompt.id!r} of {length} tokens and --rollout-max-response-len {limit} "
-                    f"exceed the {self.max_positions} positions of the model; lower it, or --rollout-max-prompt-len"
-                )
+
+def check_length(prompt: Prompt, limit: int, *, max_batch_tokens: int, max_positions: int | None) -> None:
+    """Raise RolloutError unless the engine can continue `prompt` by `limit` tokens."""
+    length = len(prompt.token_ids)
+    if length == 0:
+        raise RolloutError(f"prompt {prompt.id!r} has no tokens: a prompt needs at least one")
+    if length + limit > max_batch_tokens:
+        raise RolloutError(
+            f"--rollout-max-batch-tokens {max_batch_tokens} cannot hold prompt {prompt.id!r} of {length} "
+            f"tokens and --rollout-max-response-len {limit}; raise it, or lower the others"
+        )
+    if max_positions is not None and length + limit > max_positions:
+        raise RolloutError(
+            f"prompt {prompt.id!r} of {length} tokens and --rollout-max-response-len {limit} "
+            f"exceed the {max_positions} positions of the model; lower it, or --rollout-max-prompt-len"
+        )
 
 
 def build_hf_engine(config: Config, *, checkpoint: Path, device: torch.device) -> HFEngine:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import RolloutError
@@ -95,9 +95,7 @@ def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
         )
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest sequence of the model; None if its config has no limit. [tokens]"""
-    config = model.config.get_text_config(decoder=True)
-    return getattr(
-        config, "max_position_embeddings", None
-    )  # config classes map their own names to it; ALiBi models have none
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence of a model; None if its config has no limit. [tokens]"""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None)  # other names are mapped to it; ALiBi models have none

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.checks import check_packages
 from fsdptrain.config.rules import Fact
 from fsdptrain.errors import NumericsError
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.liger.feature import obstacle
-from fsdptrain.features.lora.adapters import add_adapters, require_peft
+from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import split_plan_of
 from fsdptrain.features.vision.config import VisionConfig
@@ -123,7 +124,7 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
     if not config.section(VisionConfig).train_vision:
         freeze_vision(model)
     if with_adapters and lora.rank:
-        require_peft()
+        check_packages(config, [LoraConfig.NAME])
         add_adapters(model, lora)
     return model, path
 
@@ -147,6 +148,7 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
 def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
     """Report whether --liger replaces modules."""
     if config.section(LigerConfig).liger:
+        check_packages(config, [LigerConfig.NAME])
         problem = obstacle(model.config.model_type)
         yield (
             Kernel("norms, MLPs", "transformers", wanted="liger", reason=f"--liger {problem}")

@@ -28,15 +28,6 @@ def test_the_kernels_compute_what_the_modules_do() -> None:
     assert ran.returncode == 0, ran.stdout
 
 
-@pytest.mark.parametrize(
-    ("missing", "words"), [("liger_kernel", "pip install 'fsdptrain\\[liger\\]'"), ("triton", "the package triton")]
-)
-def test_without_a_package_it_is_refused(missing: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger, "find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(ConfigError, match=f"^--liger needs .*{words}"):
-        LigerFeature.create(Config(hf_checkpoint="any", liger=True), Path())
-
-
 @pytest.mark.skipif(not INSTALLED, reason="needs triton and liger-kernel: Linux only")
 def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger.platform, "has_accelerator", lambda: False)

@@ -1,7 +1,5 @@
 """Targets of an adapter in every family. Weights that cannot have one are refused in one line."""
 
-import sys
-
 import peft
 import pytest
 import torch
@@ -9,7 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.lora.adapters import add_adapters, require_peft
+from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets
 from fsdptrain.memory.flops import model_flops
@@ -56,14 +54,6 @@ def test_weights_that_cannot_have_an_adapter_are_refused_in_one_line(name, value
     line = str(caught.value)
     assert "\n" not in line
     assert [part for part in named if part not in line] == []
-
-
-def test_a_missing_peft_is_one_line_with_the_command(monkeypatch, tmp_path):
-    require_peft()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "peft")
-    with pytest.raises(ConfigError, match=r"--lora-rank .* pip install 'fsdptrain\[lora\]'"):
-        require_peft()
 
 
 def test_flops_have_no_gradient_of_frozen_weights():

@@ -1,7 +1,6 @@
 """--rollout-engine: a known name, an import path or a plug-in; other names are refused."""
 
 from importlib.metadata import EntryPoint, EntryPoints
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,12 +58,6 @@ def test_an_unknown_engine_is_refused_in_one_line(name, message):
         build(config_with(name), checkpoint=Path("unused"), device=CPU)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_an_engine_that_is_not_installed_is_refused_before_anything_is_built():
-    with pytest.raises(ConfigError, match=r"--rollout-engine vllm: vLLM is not installed here: pip install .*, or use"):
-        engine_factory("vllm")
 
 
 def test_an_engine_can_be_named_by_its_path_or_plugged_in(monkeypatch):
