@@ -261,11 +261,11 @@ def test_recipes_are_listed_and_shown(fsdptrain):
         (["eval", "runs/x/hf"], "--checkpoint runs/x/hf: there is no such local folder, and a name"),
         (["watch", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
         (["report", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
-        (["watch", "runs/empty"], "runs/empty holds no run: pass the --output-dir of a run"),
+        (["watch", "runs/other"], "runs/other holds no run: pass the --output-dir of a run"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(fsdptrain, argv, line, tmp_path):
-    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    (tmp_path / "runs" / "other" / "x").mkdir(parents=True)
     for name in ("a", "b"):
         (tmp_path / "runs" / name).mkdir()
         (tmp_path / "runs" / name / "config.yaml").touch()

@@ -79,7 +79,8 @@ def _split(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
         runs = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
         if runs and not (folder / CONFIG_FILE).exists():
             raise ConfigError(f"{folder} is not a run, it holds {len(runs)}: pass one or more of {', '.join(runs)}")
-        if not any((folder / name).exists() for name in (CONFIG_FILE, "metrics.jsonl")):
+        files = [path.name for path in folder.iterdir()]
+        if files and CONFIG_FILE not in files and "metrics.jsonl" not in files:  # an empty one: of a run that starts
             raise ConfigError(f"{folder} holds no run: pass the --output-dir of a run")
     return folders, list(argv[len(words) :])
 
