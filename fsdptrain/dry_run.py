@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdptrain import stages
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import Resolved
@@ -215,4 +216,5 @@ class _Lines(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
+        if record.name != stages.__name__:
+            self.lines.append(self.format(record))

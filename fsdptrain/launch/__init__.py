@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdptrain.rank_variables import read_rank_variables
+from fsdptrain.stages import stage
 
 if TYPE_CHECKING:
     from fsdptrain.config import Config
@@ -23,16 +24,21 @@ def run(config: Config, argv: Sequence[str]) -> int:
 
     `argv` is the command line, which is passed to ranks started here.
     """
+    from fsdptrain.launch.process import configure_logging, run_alone
+
     variables = read_rank_variables()
+    configure_logging(rank=variables.rank if variables else 0)
     if variables is not None:
-        from fsdptrain.launch.ranks import run_as_rank
+        with stage("importing torch"):
+            from fsdptrain.launch.ranks import run_as_rank
 
         return run_as_rank(config, variables.rank)
     nproc = config.launch.nproc_per_node
     if nproc is None:
-        from fsdptrain.platform import device_count
+        with stage("importing torch"):
+            from fsdptrain.platform import device_count
 
-        nproc = device_count()
+            nproc = device_count()
     if nproc > 1:
         from fsdptrain.config import check_world_size
 
@@ -40,6 +46,4 @@ def run(config: Config, argv: Sequence[str]) -> int:
         from fsdptrain.launch.local import start_ranks
 
         return start_ranks(argv, nproc=nproc)
-    from fsdptrain.launch.process import run_alone
-
     return run_alone(config)

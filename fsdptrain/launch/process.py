@@ -8,6 +8,7 @@ import warnings
 from fsdptrain.config import Config
 from fsdptrain.errors import FsdptrainError, describe
 from fsdptrain.quiet import silence_libraries
+from fsdptrain.stages import stage
 
 
 def run_alone(config: Config) -> int:
@@ -21,7 +22,8 @@ def train(config: Config) -> int:
 
     Raises an error where user code exits or a pipe is closed: the exit code 0 means trained.
     """
-    from fsdptrain.trainer import Trainer  # import after `configure_logging`
+    with stage("importing transformers"):
+        from fsdptrain.trainer import Trainer  # import after `configure_logging`
 
     try:
         result = Trainer(config).fit()

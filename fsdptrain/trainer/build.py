@@ -28,6 +28,7 @@ from fsdptrain.rewards.build import WeightedSum, build_reward
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.weight_sync.sync import WeightSync, build_verifier
+from fsdptrain.stages import stage
 from fsdptrain.trainer.backend import open_backend
 from fsdptrain.trainer.data import RunData, build_data, require_same_data
 from fsdptrain.trainer.loop import TrainingLoop
@@ -113,7 +114,8 @@ def prepare(
             config.reward, prompt_data=prompt_data, has_environment=has_environment
         )
         advantages = advantage_rule(config)
-        data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
+        with stage("reading --prompt-data"):
+            data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
         builder = sample_builder(config, tokenizer, data.stream)
         make_engine = engine_factory(config.rollout.engine) if config.generates else None
         if environment is not None and environment.is_agent:
@@ -124,7 +126,8 @@ def prepare(
         from fsdptrain.trainer.sft_evaluation import held_out_samples
 
         held_out = held_out_samples(config, tokenizer, data)
-    rewards = open_rewards(config, reward_function, data, environment, stack) if make_engine else None
+    with stage("trying --reward"):
+        rewards = open_rewards(config, reward_function, data, environment, stack) if make_engine else None
     parts = (config, features, environment, tokenizer, folder, loss, advantages, data, builder, held_out)
     return Prepared(*parts, make_engine, reward_function, rewards)
 
@@ -156,8 +159,10 @@ def build_loop(
 
             memory = MemoryReport(config)
             stack.enter_context(memory.naming_flags())
-        backend = open_backend(config, run.features, before_load=memory and memory.before_load)
-        engine = open_engine(config, backend, run.make_engine, checkpoint) if run.make_engine else None
+        with stage("loading the model"):
+            backend = open_backend(config, run.features, before_load=memory and memory.before_load)
+        with stage("building the engine"):
+            engine = open_engine(config, backend, run.make_engine, checkpoint) if run.make_engine else None
         phases = Phases(config, backend, engine)
         sampler = evaluation = weight_sync = threads = None
         if engine is not None and run.rewards is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch.profiler import record_function
 
+from fsdptrain import stages
 from fsdptrain.config import Config
 from fsdptrain.config.run import profiled
 from fsdptrain.protocols import RolloutEngine, TrainBackend
@@ -15,6 +16,16 @@ from fsdptrain.protocols import RolloutEngine, TrainBackend
 _GENERATING = ("collect", "eval")  # phases in which the engine may need the whole device
 _WAITING = (*_GENERATING, "sync")  # phases in which a rank waits for the engine
 _TRAINING = ("logprobs", "train", "save")
+_NAMES = {  # in the log
+    "collect": "rollout",
+    "eval": "evaluation",
+    "generate": "generating",
+    "reward": "rewarding",
+    "logprobs": "computing logprobs",
+    "train": "training",
+    "sync": "syncing weights to the engine",
+    "save": "saving",
+}
 
 
 class Stopwatch:
@@ -27,7 +38,8 @@ class Stopwatch:
     def __call__(self, stage: str) -> Iterator[None]:
         """Time one stage. Repeated stages add up."""
         start = time.perf_counter()
-        yield
+        with stages.stage(_NAMES[stage]) if stage in _NAMES else nullcontext():
+            yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
