@@ -1,7 +1,8 @@
-"""`fsdptrain demo`: create a tokenizer and a model, warm it up, and train it with GRPO.
+"""`fsdptrain demo`: create a tokenizer and a model, warm it up, and train it with GRPO; or train a real one.
 
 GRPO selects and sharpens a behavior from the warm-up (think first, then answer). Half of the demonstrations of the
-warm-up answer at once and are mostly wrong. Both stages run the `fsdptrain` command, as for a large model.
+warm-up answer at once and are mostly wrong. With --model, GRPO teaches an instruct model sums of two digits. All stages
+run the `fsdptrain` command, as for a large model.
 """
 
 import json
@@ -11,19 +12,23 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 
 from fsdptrain.config.flags import Option, parse
 from fsdptrain.errors import ConfigError
+from fsdptrain.tools.demo.sums import write_sums
 
-HEADINGS = {
-    "sft": "[2/3] Warm-up: imitate a careful and a hasty demonstrator",
-    "grpo": "[3/3] GRPO: learn from the reward alone which of them is right",
-}
+BUILDING = "[1/3] Building a tokenizer and a Qwen3 of 0.1 M parameters, and writing 20,000 demonstrations ..."
+WARM_UP = "[2/3] Warm-up: imitate a careful and a hasty demonstrator"
+GRPO = "[3/3] GRPO: learn from the reward alone which of them is right"
+SUMS = "GRPO: learn sums of two digits from the reward alone"
 MARK = ".fsdptrain-demo"  # marks a folder that the next demo may replace
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one thread is faster for a small model
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # is faster for a small model
 OPTIONS = {
+    "model": Option("--model", str, "Instruct model, a folder or a Hub name: skips the warm-up; learns sums.", None),
     "seed": Option("--seed", int, "Seed of the weights, the demonstrations and both stages.", 0),
     "output_dir": Option("--output-dir", str, "Folder to write, new or of an earlier demo.", "runs/quickstart"),
     "warm_up_steps": Option("--warm-up-steps", int, "Steps of the warm-up. [optimizer steps]", 700),
@@ -33,36 +38,52 @@ LEAST = {"warm_up_steps": 21, "rollouts": 1}  # the recipe warms the learning ra
 USAGE = """\
 Warm up a model of 0.1 M parameters and train it with GRPO.
 
-About a minute on two cores; needs no GPU and no network."""
+About a minute on two cores; needs no GPU and no network. With --model, train that model on sums of two digits."""
 
 
 def demo(argv: Sequence[str]) -> int:
     """Run the demo in --output-dir. Returns the exit code of the command that failed, or 0."""
-    values = {key: option.default for key, option in OPTIONS.items()} | parse(argv, OPTIONS)
+    given = parse(argv, OPTIONS)
+    values = {key: option.default for key, option in OPTIONS.items()} | given
     for key, least in LEAST.items():
         if values[key] < least:
             raise ConfigError(f"{OPTIONS[key].flag} must be at least {least}, got {values[key]}")
-    counts = {"sft": values["warm_up_steps"], "grpo": values["rollouts"]}
+    if values["model"] is not None and "warm_up_steps" in given:
+        raise ConfigError("--warm-up-steps: --model is trained without a warm-up; remove one of the two")
     try:
-        play(Path(values["output_dir"]), values["seed"], counts)
+        play(Path(values["output_dir"]), **{key: value for key, value in values.items() if key != "output_dir"})
     except subprocess.CalledProcessError as error:  # the command has printed the error
         return error.returncode
     return 0
 
 
-def play(folder: Path, seed: int, counts: Mapping[str, int]) -> None:
-    """Run all stages in an empty `folder`. counts: rollouts by stage."""
+def play(folder: Path, *, model: str | None, seed: int, warm_up_steps: int, rollouts: int) -> None:
+    """Run all stages in an empty `folder`."""
     clear(folder)
     seconds: dict[str, float] = {}
-    begin = time.monotonic()
-    prepare(folder, seed)
-    seconds["prepare"] = time.monotonic() - begin
-    for stage, recipe, flags in stages(folder, seed):
-        begin = time.monotonic()
-        print(f"\n{HEADINGS[stage]}", end="", flush=True)
-        run_command(["--recipe", recipe, *flags, "--num-rollout", str(counts[stage])])
-        seconds[stage] = time.monotonic() - begin
+    both = ["--seed", str(seed), "--rollout-seed", str(seed)]
+    if model is None:
+        with timed(seconds, "prepare"):
+            prepare(folder, seed)
+        with timed(seconds, "sft"):
+            files = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(folder / "demonstrations.jsonl")]
+            output = ["--output-dir", str(folder / "sft"), "--num-rollout", str(warm_up_steps)]
+            run_command(["--recipe", "spell_backward_sft_demo", *files, *both, *output], WARM_UP, ONE_THREAD)
+        grpo = ["--recipe", "spell_backward_demo", "--hf-checkpoint", str(folder / "sft" / "hf")]
+    else:
+        write_sums(folder / "sums.jsonl")
+        grpo = ["--recipe", "sums_smollm2_135m", "--hf-checkpoint", model, "--prompt-data", str(folder / "sums.jsonl")]
+    with timed(seconds, "grpo"):
+        output = ["--output-dir", str(folder / "grpo"), "--num-rollout", str(rollouts)]
+        run_command([*grpo, *both, *output], *((GRPO, ONE_THREAD) if model is None else (SUMS, {})))
     finish(folder, seconds)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    seconds[stage] = time.monotonic() - begin
 
 
 def clear(folder: Path) -> None:
@@ -77,17 +98,6 @@ def clear(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def stages(folder: Path, seed: int) -> list[tuple[str, str, list[str]]]:
-    """Return (name, recipe, flags) of both commands."""
-    both = ["--seed", str(seed), "--rollout-seed", str(seed)]
-    warm_up = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(folder / "demonstrations.jsonl")]
-    grpo = ["--hf-checkpoint", str(folder / "sft" / "hf")]
-    return [
-        ("sft", "spell_backward_sft_demo", [*warm_up, *both, "--output-dir", str(folder / "sft")]),
-        ("grpo", "spell_backward_demo", [*grpo, *both, "--output-dir", str(folder / "grpo")]),
-    ]
-
-
 def prepare(folder: Path, seed: int) -> None:
     """Write the untrained model and the demonstrations, without the words that GRPO is evaluated on."""
     from transformers.utils import logging
@@ -97,16 +107,15 @@ def prepare(folder: Path, seed: int) -> None:
     from fsdptrain.tools.demo.model import save_start
 
     logging.disable_progress_bar()
-    heading = "[1/3] Building a tokenizer and a Qwen3 of 0.1 M parameters, and writing 20,000 demonstrations ..."
-    print(heading, flush=True)
+    print(BUILDING, flush=True)
     save_start(folder / "start", seed=seed)
     config = load_recipe("spell_backward_demo", seed=seed, rollout_seed=seed)
     write_demonstrations(folder / "demonstrations.jsonl", config, count=20_000)
 
 
-def run_command(flags: list[str]) -> None:
-    print("\n$ fsdptrain " + shlex.join(flags), flush=True)
-    subprocess.run([sys.executable, "-m", "fsdptrain", *flags], check=True, env={**ENVIRONMENT, **os.environ})
+def run_command(flags: list[str], heading: str = "", environment: Mapping[str, str] | None = None) -> None:
+    print(f"\n{heading}\n$ fsdptrain {shlex.join(flags)}", flush=True)
+    subprocess.run([sys.executable, "-m", "fsdptrain", *flags], check=True, env={**(environment or {}), **os.environ})
 
 
 def finish(folder: Path, seconds: dict[str, float]) -> None:
@@ -124,7 +133,6 @@ def finish(folder: Path, seconds: dict[str, float]) -> None:
         "seconds": {stage: round(value, 1) for stage, value in seconds.items()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    print(flush=True)
     run_command(["report", str(folder / "grpo")])
     show(folder, summary, sampled)
 
@@ -140,9 +148,19 @@ def show(folder: Path, summary: dict, accuracies: Sequence[float]) -> None:
         + "".join("▁▂▃▄▅▆▇█"[round(7 * value)] for value in accuracies)
         + "  accuracy from 0 to 1, over the rollouts"
     )
+    show_answers(folder / "grpo" / "samples.jsonl")
     for name, what in (
         ("grpo/report.html", "curves and samples"),
         ("summary.json", "these numbers"),
         ("grpo/hf", "the model, for from_pretrained"),
     ):
         print(f"  {folder / name}  {what}")
+
+
+def show_answers(samples: Path) -> None:
+    """Print the responses to three held-out prompts, before training and after."""
+    rows = [row for row in map(json.loads, samples.read_text().splitlines()) if row["set"] == "heldout"]
+    for step, when in ((rows[0]["step"], "before"), (rows[-1]["step"], "after")):
+        responses = {row["prompt"]: row for row in rows if row["step"] == step}
+        for row in [responses[prompt] for prompt in sorted(responses)][:3]:
+            print(f"  {when:6} {row['label']!r:>12}: {shorten(row['response'], 80)!r}")
