@@ -1,8 +1,11 @@
 """A checkpoint that cannot be loaded is one error, the same on all ranks, also where only one of them finds it."""
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from fsdptrain.errors import CheckpointError, FsdptrainError
+from fsdptrain.model.loading import hub
+from fsdptrain.model.loading.files import resolve_checkpoint
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from tests import zoo
-from tests.testing import spawn
+from tests.testing import save_tiny_checkpoint, spawn
 
 from .sharded import load_sharded
 
@@ -184,3 +189,37 @@ def _edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], object])
     (path / INDEX).unlink()
     edit(weights)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _slow_hub(folder: Path, store: Path, fails: bool) -> str:
+    """Download with a rank, in 4 s, where no rank may wait longer than 2 s for another."""
+
+    def download(*_: object, local_files_only: bool, **__: object) -> str:
+        if not local_files_only:
+            time.sleep(4.0)
+            if fails:
+                raise OSError("no such thing")
+        return str(folder)
+
+    dist.destroy_process_group()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    method = f"file://{store}"
+    dist.init_process_group("gloo", method, timedelta(seconds=2), rank=rank, world_size=world_size)
+    hub.snapshot_download = download
+    try:
+        return str(resolve_checkpoint("mine/model"))
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_download_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path, fails: bool) -> None:
+    folder = save_tiny_checkpoint(tmp_path / "model")
+    [first, second] = spawn(2, _slow_hub, folder, tmp_path / "store", fails)
+    assert first == second
+    assert (
+        ("cannot be downloaded from the hub: OSError: no such thing (rank 0 of 2)" in first)
+        if fails
+        else (first == str(folder))
+    )

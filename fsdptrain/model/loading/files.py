@@ -5,11 +5,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from fsdptrain.distributed import gather, raise_on_all_ranks
+from fsdptrain.distributed import gather, raise_on_all_ranks, run_long
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.formats import read_config, with_config
 
@@ -33,10 +34,11 @@ def resolve_checkpoint(name: str, *, weights: bool = True) -> Path:
     from fsdptrain.model.loading.hub import HUB_FILES, WEIGHT_FILES, download
 
     patterns = [*HUB_FILES, *WEIGHT_FILES] if weights else HUB_FILES
+    downloads = os.environ.get("LOCAL_RANK", "0") == "0"
+    if downloads:
+        log.info("--hf-checkpoint %s: no local folder; looking it up on the hub", name)
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            log.info("--hf-checkpoint %s: no local folder; looking it up on the hub", name)
-            download(name, patterns)
+        run_long(partial(download, name, patterns) if downloads else None)  # the others wait however long it takes
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
         return _checked(download(name, patterns, local_files_only=True), weights=weights)
 
