@@ -78,14 +78,21 @@ def test_the_console_has_the_output_of_all_ranks_and_cores_are_divided(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"),
-    only([(signal.SIGKILL, -9)], [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]),
+    ("signum", "code", "line"),
+    only(
+        [(signal.SIGKILL, -9, "")],
+        [
+            (signal.SIGINT, 130, "fsdptrain: stopped by Ctrl-C\n"),
+            (signal.SIGTERM, 143, "fsdptrain: stopped by SIGTERM\n"),
+            (signal.SIGKILL, -9, ""),
+        ],
+    ),
 )
-def test_no_rank_outlives_the_command(signum, code):
+def test_no_rank_outlives_the_command(signum, code, line):
     process = start(*PROGRAM, "wait")
     pids = ready_pids(process)
     process.send_signal(signum)
-    assert finish(process) == (code, "", "")
+    assert finish(process) == (code, "", line)
     deadline = time.monotonic() + 20
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
