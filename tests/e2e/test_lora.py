@@ -21,6 +21,7 @@ def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp
     result = command.run([*argv, "--lora-rank", "4", "--kl-loss-coef", "0.1"], tmp_path / "1", num_ranks=2)
     assert result.code == 0, result.err
     assert "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained" in result.err
+    assert "for merged weights: fsdptrain export RUN --lora-export merged" in result.err
 
     step = str(whole / "checkpoints" / "step_00000002")
     exported = ["export", "--checkpoint", step, "--output", str(tmp_path / "merged"), "--lora-export", "merged"]

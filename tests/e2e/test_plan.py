@@ -12,7 +12,7 @@ SMALL = ["--max-tokens-per-gpu", "1024", "--rollout-max-response-len", "256"]
 
 
 def plan(checkpoint: Path, folder: Path, *flags: str) -> command.Result:
-    return command.run(["plan", "--hf-checkpoint", str(checkpoint), *flags], folder)
+    return command.run(["plan", str(checkpoint), *flags], folder)
 
 
 def test_the_report_for_people_fits_into_80_columns_and_ends_in_a_command(tmp_path: Path):

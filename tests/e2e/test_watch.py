@@ -78,7 +78,7 @@ def test_the_page_shows_a_run_while_it_goes_on(page: Browser, checkpoint: Path, 
     with watching([run], tmp_path / "watch") as url:
         page.open(url)
         page.wait(f"{STATE} === 'waiting for the first step'")
-        flags = ["--output-dir", str(run), "--num-rollout", "9", "--reward", "tests.e2e.rewards:variety"]
+        flags = ["--output-dir", str(run), "--num-rollout", "9"]
         process = command.start(["--hf-checkpoint", str(checkpoint), *TINY_RUN, *flags], tmp_path / "train")
         try:
             for wanted in (2, 5):
@@ -90,6 +90,8 @@ def test_the_page_shows_a_run_while_it_goes_on(page: Browser, checkpoint: Path, 
         finally:
             process.kill()
     assert process.exitcode == 0
+    shown = page.get("[...document.querySelectorAll('[data-metric]')].map(x => x.dataset.metric)")
+    assert shown[:4] == ["reward/mean", "reward/std", "reward/reasoning_gym", "reward/variety"]
     logged = rows_of(run / "samples.jsonl")
     last = [row for row in logged if row["set"] == "train" and row["advantage"]][-1]
     page.get("{const set = document.getElementById('samples-set'); set.value = 'train'; set.oninput()}")

@@ -155,7 +155,9 @@ def test_a_dry_run_says_what_was_set_and_what_was_read(fsdptrain, tmp_path):
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(fsdptrain, monkeypatch):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    texts = "".join(path.read_text() for path in (ROOT / "fsdptrain").rglob("*.py"))
     assert {package.extra for key in all_keys().values() for package in key.marks(Package)} <= extras.keys()
+    assert {"agents", "vllm"} < {*re.findall(r"'fsdptrain\[(\w+)\]", texts)} <= extras.keys()
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     done = fsdptrain(*MODEL, "--lora-rank", "8", "--log-to", "console", "wandb")
     assert (done.code, done.out) == (2, "")

@@ -79,6 +79,8 @@ class LoraFeature(Feature):
             assert self._model is not None
             folder = target if form == "adapter" else target / "adapter"
             export_adapter(self._model, self.adapters, folder, source=self._checkpoint, base=self._base_name)
+        if form == "adapter":
+            log.info("the adapter alone is exported; for merged weights: fsdptrain export RUN --lora-export merged")
 
     @property
     def _base_name(self) -> str:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.checkpoints import EXPORT
 from fsdptrain.errors import CheckpointError
 
 _DEQUANTIZED_BY = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}  # config classes of transformers
@@ -28,7 +29,8 @@ def with_config(path: Path) -> Path:
             f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
         )
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
+        what = f"give {path / EXPORT}" if (path / EXPORT).is_dir() else "is it the folder of a Hugging Face model?"
+        raise CheckpointError(f"--hf-checkpoint {path} has no config.json: {what}")
     refuse_quantized(path)
     return path
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fsdptrain.config.flags import asks_for_help, resolve
 from fsdptrain.errors import ConfigError
+from fsdptrain.tools.arguments import with_flag
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, NUM_GPUS, check_machine, print_json, quiet_transformers
 
 INSPECT = {"num_gpus": NUM_GPUS, "json": JSON}
@@ -14,11 +15,14 @@ Takes any option of a run too; with --strict a fallback ends in exit code 2."""
 
 
 def inspect(argv: Sequence[str]) -> int:
-    """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [run flags]`."""
+    """Run `fsdptrain inspect [RUN | MODEL] [--num-gpus N] [--json] [run flags]`."""
     if asks_for_help(argv):
         from fsdptrain.help_text import print_options
 
-        return print_options("fsdptrain inspect", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT})
+        return print_options(
+            "fsdptrain inspect [RUN | MODEL]", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT}
+        )
+    argv = with_flag(argv)
     resolved = resolve(argv, INSPECT)
     check_machine({"num_gpus": resolved.command_values["num_gpus"]})
     quiet_transformers()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import asks_for_help, resolve
 from fsdptrain.errors import ConfigError
-from fsdptrain.tools.arguments import without
+from fsdptrain.tools.arguments import with_flag, without
 from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, MACHINE, check_machine, print_json, quiet_transformers
 
 if TYPE_CHECKING:
@@ -24,11 +24,12 @@ _FACTORS = (1, 2, 4, 8)  # times --num-gpus
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Run `fsdptrain plan --hf-checkpoint X --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
+    """Run `fsdptrain plan [RUN | MODEL] --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
     if asks_for_help(argv):
         from fsdptrain.help_text import print_options
 
-        return print_options("fsdptrain plan", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
+        return print_options("fsdptrain plan [RUN | MODEL]", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
+    argv = with_flag(argv)
     resolved = resolve(argv, PLAN)
     config, machine = resolved.config, {key: resolved.command_values[key] for key in MACHINE}
     check_machine(machine)
@@ -36,10 +37,11 @@ def plan(argv: Sequence[str]) -> int:
         raise ConfigError("fsdptrain plan supports --backend fsdp only")
     check_world_size(config, machine["num_gpus"])
     quiet_transformers()
-    from fsdptrain.memory.estimate import GIB, Machine, estimate, flags_that_help  # lazy: imports torch
+    from fsdptrain.fsdp.export import export_dtype  # lazy: imports torch
+    from fsdptrain.memory.estimate import GIB, Machine, estimate, flags_that_help
     from fsdptrain.tools.inspect.inspection import meta_model
 
-    model, _ = meta_model(config, with_adapters=True)
+    model, path = meta_model(config, with_adapters=True)
     host = machine["host_memory_gib"]
     device, host = int(machine["gpu_memory_gib"] * GIB), None if host is None else int(host * GIB)
     estimates = [estimate(model, config, Machine(i * machine["num_gpus"], device, host)) for i in _FACTORS]
@@ -52,7 +54,10 @@ def plan(argv: Sequence[str]) -> int:
         _print_table(estimates)
         verdict = "does not fit" if estimates[0].lacks else "fits"
         ways = f"; flags that help, each alone: {', '.join(advice)}" if advice else ""
-        sys.stdout.write(f"\n{verdict}: {estimates[0].line}{ways}\n  {command}\n")
+        is_adapter = config.value("lora_rank") and config.value("lora_export") == "adapter"
+        what = "an adapter in float32" if is_adapter else f"in {export_dtype(config, path)}".replace("torch.", "")
+        exports = f"; exports {what}" if config.run.export else ""
+        sys.stdout.write(f"\n{verdict}: {estimates[0].line}{exports}{ways}\n  {command}\n")
     return 1 if estimates[0].lacks else 0
 
 

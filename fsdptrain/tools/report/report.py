@@ -43,8 +43,8 @@ def _row(label: str, curve: Curve, best: Best) -> Row:
     return Row(label, points[0], points[values.index(best(values))] if best else None, points[-1])
 
 
-def print_report(run: RunData, folder: Path) -> None:
-    """Print the rows as a table to stdout. Raises ConfigError if the run has no step yet."""
+def print_report(run: RunData, folder: Path, name: str = "") -> None:
+    """Print the rows as a table to stdout, with the `name` of the run. Raises ConfigError if it has no step yet."""
     rows = report_rows(run.curves)
     if not rows:
         raise ConfigError(f"{folder / 'metrics.jsonl'} has no step in it yet: pass the --output-dir of a run")
@@ -55,7 +55,9 @@ def print_report(run: RunData, folder: Path) -> None:
     for row in rows:
         table.add_row(Text(row.label), *(cell for point in (row.first, row.best, row.last) for cell in _cells(point)))
     console = Console()
-    console.print(run.title, soft_wrap=True, markup=False, highlight=False, style="bold")
+    console.print(
+        f"{name}: {run.title}" if name else run.title, soft_wrap=True, markup=False, highlight=False, style="bold"
+    )
     console.print(table)
 
 

@@ -56,10 +56,11 @@ def report(argv: Sequence[str]) -> int:
     from fsdptrain.tools.watch.run_data import RunData
 
     target = folders[0] / "report.html"
-    runs = [RunData(folder, name) for folder, name in _named(folders)]
-    for run, folder in zip(runs, folders, strict=True):
+    named = _named(folders)
+    runs = [RunData(folder, name) for folder, name in named]
+    for run, (folder, name) in zip(runs, named, strict=True):
         run.poll()
-        print_report(run, folder)
+        print_report(run, folder, name if len(runs) > 1 else "")
     payloads = [run.payload() for run in runs]
     try:
         target.write_text(render({"runs": payloads, "saved": time.time()}).html, encoding="utf-8")

@@ -13,8 +13,10 @@ const LABELS = {
   "optim/grad_norm": "Norm of the gradient",
   "perf/tokens_per_s": "Tokens per second",
 };
+const PARTS = /^reward\/(?!(mean|std|unscored_fraction)$)/; // a single one is the mean
 const DEFAULTS = [
   /^reward\/(mean|std)$/,
+  PARTS,
   /^eval\/[^/]+\/accuracy$/,
   /^completion\/(length_mean|truncated_fraction)$/,
   /^policy\/(ref_kl|approx_kl)$/,
@@ -33,7 +35,10 @@ function chosenMetrics() {
   const names = metricNames();
   if (settings.metrics !== null) return settings.metrics.filter((name) => names.includes(name));
   const patterns = names.includes("reward/mean") || !names.includes("loss/total") ? DEFAULTS : SUPERVISED;
-  return patterns.flatMap((pattern) => names.filter((name) => pattern.test(name)).slice(0, 4));
+  return patterns.flatMap((pattern) => {
+    const found = names.filter((name) => pattern.test(name));
+    return pattern === PARTS && found.length === 1 ? [] : found.slice(0, 4);
+  });
 }
 
 function label(name) {
