@@ -1,26 +1,19 @@
 """The seam: what a feature (LoRA, experts, context parallelism, images, ...) may do to the policy.
 
-A feature is a subclass of `Feature` that overrides the hooks it needs. `load_features` creates the features that the
+A feature is a subclass of `Feature` that overrides the hooks it needs. `enabled_features.py` creates those that the
 configuration turns on, in the order of the table in `fsdptrain/features/__init__.py`; nothing else in the core knows
 their names. Every hook is called by all ranks in the same order, so a hook may use collectives.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import reduce
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdptrain import registry
 from fsdptrain.config import Config
-from fsdptrain.config.checks import check_packages
-from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import ConfigError
 from fsdptrain.types import Metrics, PackedBatch, Sample
 
 if TYPE_CHECKING:
@@ -29,12 +22,46 @@ if TYPE_CHECKING:
     from fsdptrain.data.routes import RouteRecorder
     from fsdptrain.fsdp.mesh import Meshes
     from fsdptrain.model.probes.layout import LayoutProbe
-    from fsdptrain.model.rows import Layout, Rows
+    from fsdptrain.model.rows import Layout
     from fsdptrain.protocols import ForwardRole, Loss
 
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
 ChangeWeight = Callable[[Tensor], Tensor]
-T = TypeVar("T")
+
+
+class Rows(Protocol):
+    """Map the T tokens of a pack to the R = rows x columns tokens of the model call on this rank."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) on this rank."""
+        ...
+
+    @property
+    def tokens(self) -> Tensor:
+        """[t] i64: positions in the pack of the tokens that this rank computes, in order."""
+        ...
+
+    @property
+    def loss_positions(self) -> Tensor:
+        """[m] i64: the `batch.loss_positions` that this rank computes."""
+        ...
+
+    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
+        """Return the keyword arguments for a transformers model."""
+        ...
+
+    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
+        """Map [T, ...] of the pack to [R, ...] of the flattened rows, with `fill` at padding."""
+        ...
+
+    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map [R, ...] of the flattened rows to [m, ...] at `positions` of the pack (default: `tokens`)."""
+        ...
+
+    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
+        """Map [m, ...] at `positions` to [T, ...], zero elsewhere; summed over the ranks that share the pack."""
+        ...
 
 
 class Packer(Protocol):
@@ -120,13 +147,13 @@ class Feature:
         """What plans packs in place of the core. Read after the layout is chosen."""
         return None
 
-    def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
+    def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> Rows | None:
         """Another arrangement of the pack than the core's. attention: the implementation that the model has."""
         del batch, layout, attention
         return None
 
     def forward(
-        self, batch: PackedBatch, rows: "Rows", role: "ForwardRole", inputs: dict[str, Any]
+        self, batch: PackedBatch, rows: Rows, role: "ForwardRole", inputs: dict[str, Any]
     ) -> AbstractContextManager[None]:
         """Around the call of the base model and the head, inside the root's forward.
 
@@ -135,7 +162,7 @@ class Feature:
         del batch, rows, role, inputs
         return nullcontext()
 
-    def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
+    def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
         """More results of a forward pass, by name, from the base model's `output`; they end in `LogProbs.extras`.
 
         Those of scoring by the policy, [T, ...] and exact in float32, also end in `PackedBatch.extras`, for training.
@@ -169,69 +196,3 @@ class Feature:
         If it adds a gradient to samples with advantage 0, its section must state `Fact.ZERO_ADVANTAGE`.
         """
         return stock
-
-
-def load_features(config: Config, checkpoint: Path) -> "Features":
-    """Create the features that `config` turns on. Collective. Raises ConfigError if a package is missing."""
-    with raise_on_all_ranks(ConfigError, "packages"):
-        check_packages(config, config.optional)
-    return Features([entry.create(config, checkpoint) for entry in _enabled(config)])
-
-
-def _enabled(config: Config) -> list[Any]:
-    """The entries of the table, in its order, then plug-ins.
-
-    A plug-in is an entry point `features.<name>` of the group `fsdptrain.plugins`: a subclass of `Feature` with a
-    classmethod `enabled(config) -> bool`.
-    """
-    optional = importlib.util.find_spec("fsdptrain.features") is not None  # else the core is installed alone
-    table = importlib.import_module("fsdptrain.features").FEATURES if optional else ()
-    return [entry for entry in (*table, *registry.load_plugins("features")) if entry.enabled(config)]
-
-
-class Features(tuple[Feature, ...]):
-    """The features of a run, in order. The first four methods combine what a hook of all features returns."""
-
-    __slots__ = ()
-
-    def first(self, hook: Callable[[Feature], T | None]) -> T | None:
-        """Return the first result that is not None."""
-        return next((result for result in map(hook, self) if result is not None), None)
-
-    def merged(self, hook: Callable[[Feature], Mapping[str, T]]) -> dict[str, T]:
-        return {name: value for mapping in map(hook, self) for name, value in mapping.items()}
-
-    def chained(self, hook: Callable[[Feature, T], T], value: T) -> T:
-        """Let each feature change the result of the one before, the first one `value`."""
-        return reduce(lambda result, feature: hook(feature, result), self, value)
-
-    @contextmanager
-    def entered(self, hook: Callable[[Feature], AbstractContextManager[None]]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for context in map(hook, self):
-                stack.enter_context(context)
-            yield
-
-    def without(self) -> AbstractContextManager[None]:
-        return self.entered(lambda feature: feature.without())
-
-    def export_weight(self, name: str) -> ChangeWeight | None:
-        changes = [change for change in (feature.export_weight(name) for feature in self) if change is not None]
-        if not changes:
-            return None
-        return lambda tensor: reduce(lambda x, change: change(x), changes, tensor)  # dequantized, then merged
-
-    @property
-    def prompt_processor(self) -> "PromptProcessor | None":
-        return self.first(lambda feature: feature.prompt_processor)
-
-    @property
-    def packer(self) -> Packer | None:
-        return self.first(lambda feature: feature.packer)
-
-    @property
-    def adapter(self) -> Adapter | None:
-        return self.first(lambda feature: feature.adapter)
-
-
-NO_FEATURES = Features()

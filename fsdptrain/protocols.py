@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from fsdptrain.feature import Features
+    from fsdptrain.enabled_features import Features
     from fsdptrain.model.probes.kernels import Kernel
     from fsdptrain.model.probes.layout import LayoutProbe
 
@@ -72,13 +72,6 @@ class CheckedEngine(RolloutEngine, Protocol):
         `update_weights`, for each copy of the model that this rank reads. Leaves out the `names` that it cannot read.
         """
         ...
-
-
-@runtime_checkable
-class FeatureEngine(RolloutEngine, Protocol):
-    """Engine whose model needs hooks of features, such as images in prompts."""
-
-    def use_features(self, features: Features) -> None: ...
 
 
 class TrainBackend(Protocol):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdptrain.feature import Feature, Features
+from fsdptrain.enabled_features import Features
+from fsdptrain.feature import Feature
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.feature import ContextParallelFeature
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup

@@ -5,12 +5,18 @@ the options that it reads in fsdptrain/config/presets.py. Alternatively, pass `-
 needs neither.
 """
 
-from fsdptrain.protocols import Loss
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from fsdptrain.registry import Table
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import Loss
 
 _CLIPPED, _WEIGHTED = "fsdptrain.algo.clipped_losses", "fsdptrain.algo.weighted_losses"
 
-LOSSES = Table[Loss](
+LOSSES: Table[Loss] = Table(
     {
         "grpo": f"{_CLIPPED}:grpo",
         "gspo": f"{_CLIPPED}:gspo",

@@ -1,5 +1,7 @@
 """The training backend on PyTorch FSDP2: any transformers model, one process per device."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,8 +17,8 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.enabled_features import Features, load_features
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Features, load_features
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import build_meshes
 from fsdptrain.fsdp.metric_sums import MetricSums
@@ -30,7 +32,6 @@ from fsdptrain.model.probes.head import check_backward, check_head
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
 from fsdptrain.model.structure import reshard
 from fsdptrain.model.truncation import Truncation
-from fsdptrain.protocols import ForwardRole, Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fsdptrain.fsdp.shard_files import HostStager
     from fsdptrain.fsdp.stash import HostStash
     from fsdptrain.model.probes.kernels import Kernel
+    from fsdptrain.protocols import ForwardRole, Loss, ModelRole, Naming
 
 
 class FSDPBackend:
@@ -103,7 +105,7 @@ class FSDPBackend:
         """Log lines about the layout."""
         return [self.layout_probe.line]
 
-    def kernels(self) -> "list[Kernel]":
+    def kernels(self) -> list[Kernel]:
         """Return the kernels that compute the parts of the model."""
         from fsdptrain.model.probes.kernels import kernels
 
@@ -272,7 +274,7 @@ class FSDPBackend:
         check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
         return probe
 
-    def _load_bank(self) -> "ReferenceBank | None":
+    def _load_bank(self) -> ReferenceBank | None:
         """Load the weights of --ref-load, if the run needs them."""
         if not self._config.needs_reference or self._config.ref.load is None:
             return None
@@ -280,7 +282,7 @@ class FSDPBackend:
 
         return load_bank(self._config, self.features, self._meshes)
 
-    def _choose_bank(self, loaded: "ReferenceBank | None") -> "ReferenceBank | None":
+    def _choose_bank(self, loaded: ReferenceBank | None) -> ReferenceBank | None:
         if not self._config.needs_reference:
             return None
         from fsdptrain.fsdp.reference import choose_bank
@@ -288,7 +290,7 @@ class FSDPBackend:
         return choose_bank(self._model, self._config, self.features, loaded)
 
 
-def _build_stager(config: Config) -> "HostStager | None":
+def _build_stager(config: Config) -> HostStager | None:
     if not config.run.async_save:
         return None
     from fsdptrain.fsdp.shard_files import HostStager

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.rules import Fact
-from fsdptrain.feature import Features
+from fsdptrain.enabled_features import Features
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.attention.attention import resolve_attention

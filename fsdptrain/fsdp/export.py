@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import CheckpointError
-from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.fsdp.export_folder import MARKER, publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.fsdp.stream import stream_weights

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.enabled_features import Features
 from fsdptrain.errors import CheckpointError
-from fsdptrain.feature import Features
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.shards import describe, fingerprint, local_shard

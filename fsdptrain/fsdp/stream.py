@@ -3,7 +3,10 @@
 No rank ever holds more than one decoder layer (or the embedding) in full.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +15,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain import platform
-from fsdptrain.feature import NO_FEATURES, ChangeWeight, Features
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.fsdp.shards import model_tensors
 from fsdptrain.model.loading.materialize import moved
 from fsdptrain.model.structure import repeated_layers, reshard
-from fsdptrain.protocols import Naming
+
+if TYPE_CHECKING:
+    from fsdptrain.feature import ChangeWeight
+    from fsdptrain.protocols import Naming
 
 
 def stream_weights(

@@ -4,21 +4,26 @@ A plug-in is a callable `(RunInfo) -> Logger`: an entry point `loggers.<name>` o
 `--log-to package.module:MyLogger`.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from fsdptrain.config import Config, LogConfig
 from fsdptrain.loggers.jsonl import JsonlLogger
 from fsdptrain.loggers.run_info import RunInfo
-from fsdptrain.protocols import Logger
 from fsdptrain.registry import Table, resolve
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import Logger
 
 __all__ = ["LOGGERS", "RunInfo", "build_loggers"]
 
-LOGGERS = Table[Callable[[RunInfo], Logger]](
+LOGGERS: Table[Callable[[RunInfo], Logger]] = Table(
     {
         "console": "fsdptrain.loggers.console:ConsoleLogger",
         "wandb": "fsdptrain.loggers.dashboards:open_wandb",

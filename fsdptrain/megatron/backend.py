@@ -14,8 +14,8 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.feature import NO_FEATURES
 from fsdptrain.fsdp.export import ExportDtypes, export_dtype
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer

@@ -4,30 +4,35 @@ FSDP2 gathers the weight of the head only inside the root's forward, so the logp
 stays available for `check_head`.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.distributed import gather, one_line
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import NumericsError
-from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.attention.masks import SkipMaskCreation
 from fsdptrain.model.logit_passes import HeadTransform
 from fsdptrain.model.logprobs import chunked_logprobs
-from fsdptrain.model.rows import Layout, Rows, core_rows
+from fsdptrain.model.rows import Layout, core_rows
 from fsdptrain.model.structure import base_model, lm_head, reshard
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
-from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import Images, LogProbs, PackedBatch, positions_of
+
+if TYPE_CHECKING:
+    from fsdptrain.feature import Rows
+    from fsdptrain.protocols import ForwardRole
 
 # Largest mean difference between the logprobs of two exact implementations. In half precision this is the rounding
 # error of logits of magnitude 30. A leak between sequences or a missing scale changes logprobs by far more.

@@ -6,7 +6,7 @@ Features may arrange rows differently (`Feature.rows`): tokens split over ranks,
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,41 +16,6 @@ from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, Boundaries, a
 from fsdptrain.types import PackedBatch
 
 Layout = Literal["packed", "padded"]
-
-
-class Rows(Protocol):
-    """Map the T tokens of a pack to the R = rows x columns tokens of the model call on this rank."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns) on this rank."""
-        ...
-
-    @property
-    def tokens(self) -> Tensor:
-        """[t] i64: positions in the pack of the tokens that this rank computes, in order."""
-        ...
-
-    @property
-    def loss_positions(self) -> Tensor:
-        """[m] i64: the `batch.loss_positions` that this rank computes."""
-        ...
-
-    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
-        """Return the keyword arguments for a transformers model."""
-        ...
-
-    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
-        """Map [T, ...] of the pack to [R, ...] of the flattened rows, with `fill` at padding."""
-        ...
-
-    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Map [R, ...] of the flattened rows to [m, ...] at `positions` of the pack (default: `tokens`)."""
-        ...
-
-    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
-        """Map [m, ...] at `positions` to [T, ...], zero elsewhere; summed over the ranks that share the pack."""
-        ...
 
 
 def core_rows(batch: PackedBatch, layout: Layout, attention: str) -> "PackedRows | PaddedRows":

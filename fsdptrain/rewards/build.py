@@ -4,20 +4,24 @@ A reward is a function (prompt, response text) -> reward, usually 0 or 1, or Non
 the other forms. To add one, register it in `REWARDS`, or pass `--reward package.module:function`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.calls import RewardCalls, check_signature
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.types import Prompt
 
-REWARDS = registry.Table[RewardFunction](
+if TYPE_CHECKING:
+    from fsdptrain.protocols import RewardFunction
+
+REWARDS: registry.Table[RewardFunction] = registry.Table(
     {
         "environment": "fsdptrain.rewards.functions:environment",
         "reasoning_gym": "fsdptrain.rewards.gym:reasoning_gym",
@@ -33,7 +37,7 @@ GENERATOR = "reasoning_gym:"
 RESERVED = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 
 
-def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
+def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> WeightedSum:
     """Build the weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]. Components are reported by name.
 
     `auto` selects the reasoning-gym scorer for its data, else the environment's reward, else `math`. Raises ConfigError

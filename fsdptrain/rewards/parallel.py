@@ -1,5 +1,7 @@
 """The rewards of a run: all samples of a rank at once."""
 
+from __future__ import annotations
+
 import logging
 import os
 import threading
@@ -10,13 +12,13 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.cores import usable_cores
 from fsdptrain.errors import ConfigError
-from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.build import Component, WeightedSum
 from fsdptrain.rewards.calls import Call, LostTime, Outcome, RewardCalls, check_signature
 from fsdptrain.rewards.values import WRONG, RewardResult, to_result
 from fsdptrain.types import Prompt
 
 if TYPE_CHECKING:
+    from fsdptrain.protocols import RewardFunction
     from fsdptrain.rewards.local import EventLoop
     from fsdptrain.rewards.pool import ProcessPool
 
@@ -75,7 +77,7 @@ class ParallelReward:
         components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
         self._runners: list[Direct | ProcessPool | EventLoop] = [self._start(each, num_workers) for each in components]
 
-    def _start(self, component: Component, num_workers: int) -> "Direct | ProcessPool | EventLoop":
+    def _start(self, component: Component, num_workers: int) -> Direct | ProcessPool | EventLoop:
         calls = RewardCalls(component.function, component.name, _where(component), self._timeout)
         if calls.is_async:
             from fsdptrain.rewards.local import EventLoop

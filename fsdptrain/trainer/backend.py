@@ -1,8 +1,10 @@
 """Build the training backend and log how it computes."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -10,14 +12,16 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.enabled_features import Features
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Features
-from fsdptrain.protocols import TrainBackend
 from fsdptrain.registry import Table
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import TrainBackend
 
 log = logging.getLogger(__name__)
 
-BACKENDS = Table[Callable[..., TrainBackend]](
+BACKENDS: Table[Callable[..., TrainBackend]] = Table(
     {"fsdp": "fsdptrain.fsdp.backend:FSDPBackend", "megatron": "fsdptrain.megatron.backend:MegatronBackend"}
 )
 

@@ -11,8 +11,8 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import NO_IMAGES, PackPlan, pack, plan_packs
 from fsdptrain.data.packing.sample_index import SampleIndex, gather_index
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import DataError
-from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.rows import Layout
 from fsdptrain.trainer.metrics import reduce_sums
 from fsdptrain.trainer.samples.source import RolloutBatch

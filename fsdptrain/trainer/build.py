@@ -4,6 +4,8 @@ Modules that only some runs need (environments, evaluation, SFT) are imported wh
 them on.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,11 +21,10 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check_packages
 from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.enabled_features import Features, load_features
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.feature import Features, load_features
 from fsdptrain.loggers import build_loggers
 from fsdptrain.model.loading.meta import resolve_checkpoint
-from fsdptrain.protocols import FeatureEngine, Logger, Loss, RewardFunction, RolloutEngine, TrainBackend
 from fsdptrain.rewards.build import WeightedSum, build_reward
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rollout import engine_factory
@@ -51,6 +52,7 @@ from fsdptrain.types import Sample
 
 if TYPE_CHECKING:
     from fsdptrain.data.sft import SampleBuilder
+    from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine, TrainBackend
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
     from fsdptrain.trainer.trainer import Trainer
 
@@ -62,19 +64,26 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class FeatureEngine(Protocol):
+    """Engine whose model needs hooks of features, such as images in prompts."""
+
+    def use_features(self, features: Features) -> None: ...
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What a run needs before its weights; all that `--dry-run` builds of it."""
 
     config: Config  # resolved
     features: Features
-    environment: "LoadedEnvironment | None"
+    environment: LoadedEnvironment | None
     tokenizer: PreTrainedTokenizerBase
     folder: RunFolder
     loss: Loss
     advantages: AdvantageRule
     data: RunData
-    builder: "SampleBuilder | None"  # of supervised samples
+    builder: SampleBuilder | None  # of supervised samples
     held_out: list[Sample] | None  # supervised
     make_engine: Callable[..., RolloutEngine] | None
     reward: RewardFunction | WeightedSum
@@ -134,7 +143,7 @@ def prepare(
 
 @contextmanager
 def build_loop(
-    config: Config, *, trainer: "Trainer", stop: StopRequest, **data_and_reward: Any
+    config: Config, *, trainer: Trainer, stop: StopRequest, **data_and_reward: Any
 ) -> Iterator[TrainingLoop]:
     """Prepare the run, then build the model and the engine. Close all of them on exit. Arguments: see `prepare`."""
     with ExitStack() as stack:

@@ -1,16 +1,21 @@
 """Old and reference logprobs of a rollout, computed before its first update."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.presets import is_custom
 from fsdptrain.config.rules import Fact
-from fsdptrain.feature import NO_FEATURES, Features
-from fsdptrain.protocols import TrainBackend
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.types import LogProbs, PackedBatch
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import TrainBackend
 
 
 @dataclass(frozen=True)

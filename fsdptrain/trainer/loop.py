@@ -1,5 +1,7 @@
 """The training loop: rollouts in, optimizer steps, weights back to the engine."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +17,6 @@ from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.protocols import Loss, TrainBackend
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, in_epochs, pack_rollout
@@ -30,6 +31,7 @@ from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
+    from fsdptrain.protocols import Loss, TrainBackend
     from fsdptrain.trainer.evaluation import Evaluation
     from fsdptrain.trainer.sft_evaluation import LossEvaluation
     from fsdptrain.trainer.trainer import Trainer
@@ -50,10 +52,10 @@ class TrainingLoop:
     advantages: AdvantageRule
     backend: TrainBackend
     weight_sync: WeightSync | None  # with the engine; None: the run never generates
-    evaluation: "Evaluation | LossEvaluation | None"
+    evaluation: Evaluation | LossEvaluation | None
     phases: Phases
     report: Reporter
-    trainer: "Trainer"  # for callbacks
+    trainer: Trainer  # for callbacks
     stop: StopRequest
     stopped: str = ""  # why the run has ended early
     stop_signal: int | None = None  # which signal has ended it

@@ -1,17 +1,22 @@
 """The phases of a rollout: each is timed, and finds the trainer's tensors where it needs them."""
 
+from __future__ import annotations
+
 import faulthandler
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
 from fsdptrain import stages
 from fsdptrain.config import Config
 from fsdptrain.config.run import profiled
-from fsdptrain.protocols import RolloutEngine, TrainBackend
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import RolloutEngine, TrainBackend
 
 _GENERATING = ("collect", "eval")  # phases in which the engine may need the whole device
 _WAITING = (*_GENERATING, "sync")  # phases in which a rank waits for the engine

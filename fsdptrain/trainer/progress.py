@@ -1,9 +1,11 @@
 """What a checkpoint holds beside the weights: the progress of a run. Writing and resuming it."""
 
+from __future__ import annotations
+
 import json
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -12,10 +14,12 @@ from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.protocols import TrainBackend
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder
 from fsdptrain.types import Metrics
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import TrainBackend
 
 
 class Progress:

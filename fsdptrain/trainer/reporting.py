@@ -1,15 +1,16 @@
 """Metrics of each rollout: samples, training, speed and memory, to the loggers."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from fsdptrain.config import Config
 from fsdptrain.data.prompts import PromptStream
-from fsdptrain.protocols import Logger
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import StepBatches
@@ -17,6 +18,9 @@ from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import Metrics
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import Logger
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,12 @@
 """`Trainer`: a run from Python."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Never, Self, cast
+from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain import platform, registry
 from fsdptrain.config import Config, check_processes
 from fsdptrain.errors import ConfigError
-from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine
 from fsdptrain.trainer.build import build_loop
 from fsdptrain.trainer.callbacks import Callback
 from fsdptrain.trainer.loop import TrainingLoop
@@ -22,6 +23,9 @@ from fsdptrain.trainer.run_dir import EXPORT
 from fsdptrain.trainer.run_lock import lock_folder
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine
 
 Rows = Sequence[Mapping[str, Any]]  # a `datasets.Dataset`, or a list of mappings
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "..."}, ...]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdptrain.feature import Features
+from fsdptrain.enabled_features import Features
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention, set_attention
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs

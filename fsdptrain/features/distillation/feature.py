@@ -14,7 +14,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Feature
+from fsdptrain.feature import Feature, Rows
 from fsdptrain.features.distillation.config import DistillationConfig
 from fsdptrain.features.distillation.divergence import TopTokens, chunked_divergence
 from fsdptrain.features.distillation.teacher import (
@@ -29,7 +29,7 @@ from fsdptrain.features.distillation.teacher import (
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.loading.meta import model_config
-from fsdptrain.model.rows import Rows, zeros_with
+from fsdptrain.model.rows import zeros_with
 from fsdptrain.protocols import Loss
 from fsdptrain.trainer.tokenizer import load_tokenizer
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.enabled_features import Features
 from fsdptrain.errors import ConfigError, NumericsError
-from fsdptrain.feature import Feature, Features
+from fsdptrain.feature import Feature, Rows
 from fsdptrain.features.distillation.divergence import Head, top_tokens
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
@@ -21,7 +22,6 @@ from fsdptrain.model.logit_passes import EXCLUDED
 from fsdptrain.model.policy import evaluating, head_transform, policy_logprobs
 from fsdptrain.model.probes.head import check_head
 from fsdptrain.model.probes.layout import choose_layout
-from fsdptrain.model.rows import Rows
 from fsdptrain.model.structure import lm_head, reshard
 from fsdptrain.types import PackedBatch
 

@@ -13,12 +13,11 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Adapter, ChangeWeight, Feature
+from fsdptrain.feature import Adapter, ChangeWeight, Feature, Rows
 from fsdptrain.features.lora.adapters import Adapters, add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.export import export_adapter
 from fsdptrain.features.lora.weights import merged
-from fsdptrain.model.rows import Rows
 from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import PackedBatch
 

@@ -15,13 +15,12 @@ from fsdptrain.config import Config
 from fsdptrain.data.routes import RouteRecorder
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Feature
+from fsdptrain.feature import Feature, Rows
 from fsdptrain.features.moe.checks import check_replay
 from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.features.moe.load import count_choices, load_metrics, trained_tokens
 from fsdptrain.features.moe.replay import EngineRoutes, RouterReplay
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.model.rows import Rows
 from fsdptrain.model.structure import decoder_layers, expert_choice
 from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import NO_ROUTE, Metrics, PackedBatch

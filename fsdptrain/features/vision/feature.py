@@ -9,12 +9,11 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Feature
+from fsdptrain.feature import Feature, Rows
 from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.features.vision.tower import Vision
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.model.rows import Rows
 from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import Images, PackedBatch
 

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from fsdptrain.data.images import join_images
 from fsdptrain.errors import ConfigError
-from fsdptrain.model.rows import PackedRows, PaddedRows, Rows
+from fsdptrain.feature import Rows
+from fsdptrain.model.rows import PackedRows, PaddedRows
 from fsdptrain.model.structure import base_model, vision_parameters
 from fsdptrain.types import Images, PackedBatch, Prompt
 

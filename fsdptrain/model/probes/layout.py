@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.distributed import one_line
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import NumericsError
-from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.attention.attention import register_attention, set_attention
 from fsdptrain.model.policy import (
     MODEL_ERRORS,

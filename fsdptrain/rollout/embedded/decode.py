@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from fsdptrain.feature import NO_FEATURES, Features
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.model.truncation import Truncation
 from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import Prompt, SamplingParams

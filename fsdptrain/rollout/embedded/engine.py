@@ -3,6 +3,8 @@
 docs/rollouts.md explains why a replica, and what it costs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fsdptrain.config import Config, DataConfig
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import RolloutError
-from fsdptrain.feature import NO_FEATURES, Features
-from fsdptrain.protocols import Naming
 from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
 from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialize, max_positions, release
 from fsdptrain.rollout.sampling import uniform_stream
@@ -25,6 +26,7 @@ from fsdptrain.types import Completion, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from fsdptrain.data.routes import RouteRecorder
+    from fsdptrain.protocols import Naming
 
 _SYNC_INTERVAL = 8  # tokens between checks for finished rows, each of which waits for the GPU
 
@@ -146,7 +148,7 @@ class HFEngine:
         routes = recorder.of_rows([len(completion.token_ids) for completion in made])
         return [replace(completion, routes=row) for completion, row in zip(made, routes, strict=True)]
 
-    def _recorder(self, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> "RouteRecorder":
+    def _recorder(self, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> RouteRecorder:
         if self._new_recorder is None:
             self._new_recorder = self._features.first(lambda feature: feature.route_recorder(self.model))
         if self._new_recorder is None:

@@ -1,5 +1,7 @@
 """Push the trainer's weights to the engine and verify that they arrived."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -9,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fsdptrain.config import Config
-from fsdptrain.protocols import CheckedEngine, RolloutEngine, TrainBackend
 from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
+    from fsdptrain.protocols import RolloutEngine, TrainBackend
     from fsdptrain.rollout.weight_sync.verify import WeightVerifier
 
 log = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ Span = Callable[[str], AbstractContextManager[None]]  # times a stage, "sync"
 class WeightSync:
     """Weight syncs from one trainer to one engine."""
 
-    def __init__(self, engine: RolloutEngine, backend: TrainBackend, verifier: "WeightVerifier | None") -> None:
+    def __init__(self, engine: RolloutEngine, backend: TrainBackend, verifier: WeightVerifier | None) -> None:
         self.engine = engine
         self._backend = backend
         self._verifier = verifier
@@ -65,13 +67,14 @@ class WeightSync:
             yield name, tensor
 
 
-def build_verifier(config: Config, engine: RolloutEngine) -> "WeightVerifier | None":
+def build_verifier(config: Config, engine: RolloutEngine) -> WeightVerifier | None:
     """None if the engine cannot be verified, or must not be. The embedded engine copies the weights in this process."""
     if not config.run.verify_weight_sync or config.rollout.engine == "hf":
         return None
+    from fsdptrain.protocols import CheckedEngine
+    from fsdptrain.rollout.weight_sync.verify import WeightVerifier, rounding_tolerance
+
     if not isinstance(engine, CheckedEngine):
         log.warning("weight syncs are not verified: %s has no method `checksums`", type(engine).__name__)
         return None
-    from fsdptrain.rollout.weight_sync.verify import WeightVerifier, rounding_tolerance
-
     return WeightVerifier(engine, tolerance=rounding_tolerance(getattr(torch, config.compute_dtype_name)))

@@ -1,5 +1,7 @@
 """Build what makes samples: rewards, the sampler, builders of supervised samples, the source."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -18,7 +20,6 @@ from fsdptrain.config.rules import Fact
 from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.protocols import RewardFunction, RolloutEngine
 from fsdptrain.rewards.build import WeightedSum, reads_environment
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout.sampling import sampling_params
@@ -31,6 +32,7 @@ from fsdptrain.types import Episode
 if TYPE_CHECKING:
     from fsdptrain.algo.shaping import ShapingRule
     from fsdptrain.data.sft import SampleBuilder
+    from fsdptrain.protocols import RewardFunction, RolloutEngine
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ def open_rewards(
     config: Config,
     reward: RewardFunction | WeightedSum,
     data: RunData,
-    environment: "LoadedEnvironment | None",
+    environment: LoadedEnvironment | None,
     stack: ExitStack,
 ) -> ParallelReward:
     """Start the rewards. Rank 0 calls those of the user once. Raises ConfigError on all ranks. Collective."""
@@ -71,7 +73,7 @@ def build_sampler(
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
     reward: ParallelReward,
-    environment: "LoadedEnvironment | None",
+    environment: LoadedEnvironment | None,
 ) -> Sampler:
     """Build the sampler of single responses, or of episodes."""
     if environment is None:
@@ -89,7 +91,7 @@ def build_sampler(
     return MultiTurn.of(config, tokenizer, environment=environment, **options)
 
 
-def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: PromptStream) -> "SampleBuilder | None":
+def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: PromptStream) -> SampleBuilder | None:
     """Return the builder of supervised samples; None in RL. Raises DataError if none of the first rows is usable."""
     if config.algorithm.algorithm != "sft":
         return None
@@ -105,7 +107,7 @@ def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: P
 def build_source(
     config: Config,
     stream: PromptStream,
-    builder: "SampleBuilder | None",
+    builder: SampleBuilder | None,
     sampler: Sampler | None,
     advantages: AdvantageRule,
     *,
@@ -137,7 +139,7 @@ def build_source(
     return build_continuous(config, engine, threads, **values)
 
 
-def shaping_rule(config: Config) -> "ShapingRule | None":
+def shaping_rule(config: Config) -> ShapingRule | None:
     """Build the rule that shapes rewards by length. None without --overlong-penalty."""
     if not config.shaping.overlong_penalty:
         return None

@@ -1,9 +1,11 @@
 """Samplers: completions of prompts, scored by the reward."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -11,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.data.text import response_text
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.results import RewardResults, compute_rewards
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from fsdptrain.protocols import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class GenerationRound:
     results: RewardResults  # of each generated sample, including those not kept
     counts: Mapping[str, float] = field(default_factory=dict)  # metrics to sum over ranks and rounds
 
-    def only(self, prompt_ids: Collection[str]) -> "GenerationRound":
+    def only(self, prompt_ids: Collection[str]) -> GenerationRound:
         """Keep only the samples of the given prompts."""
         kept = [i for i, prompt in enumerate(self.prompts) if prompt.id in prompt_ids]
         return replace(
@@ -39,7 +43,7 @@ class GenerationRound:
             texts=[self.texts[i] for i in kept],
         )
 
-    def __add__(self, other: "GenerationRound") -> "GenerationRound":
+    def __add__(self, other: GenerationRound) -> GenerationRound:
         return GenerationRound(
             samples=[*self.samples, *other.samples],
             prompts=[*self.prompts, *other.prompts],

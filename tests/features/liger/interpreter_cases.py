@@ -10,8 +10,8 @@ import torch
 from liger_kernel.transformers import rms_norm
 from transformers import PreTrainedModel
 
+from fsdptrain.enabled_features import Features
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Features
 from fsdptrain.features.liger.feature import LigerFeature
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.data.routes import sample_routes
+from fsdptrain.enabled_features import Features
 from fsdptrain.errors import RolloutError
-from fsdptrain.feature import Features
 from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.rollout.embedded.engine import HFEngine

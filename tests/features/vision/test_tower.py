@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fsdptrain.enabled_features import Features
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Features
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets
 from fsdptrain.features.vision.feature import VisionFeature
