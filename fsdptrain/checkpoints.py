@@ -12,3 +12,10 @@ def list_checkpoints(run: Path) -> list[Path]:
     """Return the folders of all checkpoints of the run, oldest first."""
     folder = run / "checkpoints"
     return sorted(path for path in folder.iterdir() if _FOLDER.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """Return the newest complete checkpoint of the run, as seen by rank 0. Collective."""
+    from fsdptrain.distributed import gather
+
+    return gather(next(reversed(list_checkpoints(run)), None))[0]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.algo.kl import KL_ESTIMATORS
+from fsdptrain.algo.metrics import fraction_outside, mismatch
 from fsdptrain.algo.tokens import LossTokens, clamped, sequence_mean, sequence_sum
 from fsdptrain.types import LossConfig
 
@@ -39,17 +40,20 @@ class RejectionLevel:
     formula: str
 
 
-def correction_weights(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """Return the weight of each token's loss, in [0, mismatch_high]. [M], without gradient."""
-    bounded = CORRECTIONS[config.mismatch_correction].bounded
-    weights = bounded(correction_ratio(tokens, config), *config.mismatch_bounds)
-    return weights if config.mismatch_rejection == "none" else torch.where(rejected(tokens, config), 0.0, weights)
+def corrected(tokens: LossTokens, policy: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weighted loss of each token, [M], and the metrics that differ from those of uncorrected losses.
 
-
-def correction_ratio(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """Return w of each token before bounding, in [exp(-20), exp(20)]. [M], without gradient."""
-    log_ratio = CORRECTIONS[config.mismatch_correction].log_ratio
-    return clamped(log_ratio(tokens, mismatch(tokens, config))).exp()
+    The weights are in [0, mismatch_high], without gradient.
+    """
+    correction = CORRECTIONS[config.mismatch_correction]
+    ratio = clamped(correction.log_ratio(tokens, mismatch(tokens, config))).exp()
+    metrics = {"mismatch/out_of_bounds": fraction_outside(tokens, ratio, config)}
+    weights = correction.bounded(ratio, *config.mismatch_bounds)
+    if config.mismatch_rejection != "none":
+        dropped = rejected(tokens, config)
+        metrics["mismatch/rejected"] = (tokens.shares * dropped).sum()
+        weights = torch.where(dropped, 0.0, weights)
+    return weights * policy, metrics
 
 
 def rejected(tokens: LossTokens, config: LossConfig) -> Tensor:
@@ -57,12 +61,6 @@ def rejected(tokens: LossTokens, config: LossConfig) -> Tensor:
     level, _, estimator = config.mismatch_rejection.rpartition("_")
     values = KL_ESTIMATORS[estimator](clamped(-mismatch(tokens, config)))  # the engine sampled the tokens
     return REJECTION_LEVELS[level].statistic(tokens, values).abs() > (config.mismatch_rejection_max or 0.0)
-
-
-def mismatch(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """Return log w of each token: trainer minus engine. [M], without gradient."""
-    trainer = tokens.logprobs.detach() if config.use_rollout_logprobs else tokens.old_logprobs
-    return trainer - tokens.rollout_logprobs
 
 
 def _of_token(_tokens: LossTokens, log_w: Tensor) -> Tensor:

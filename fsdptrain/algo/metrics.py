@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fsdptrain.algo.corrections import correction_ratio, mismatch, rejected
 from fsdptrain.algo.kl import k3
 from fsdptrain.algo.tokens import LossTokens, clamped
 from fsdptrain.types import LossConfig, Metrics
@@ -35,26 +34,32 @@ def policy_metrics(
 def mismatch_metrics(tokens: LossTokens, config: LossConfig) -> dict[str, Tensor]:
     """Trainer versus engine at the same weights, w = exp(lo - lr); `use_rollout_logprobs` replaces lo by l.
 
-    out_of_bounds: share of tokens whose w (of the sequence, for sequence corrections) is outside of [mismatch_low,
-    mismatch_high]. rejected: share of tokens that --mismatch-rejection drops.
+    Corrections add the share of tokens that --mismatch-rejection drops, and sequence corrections take w of the sequence
+    for out_of_bounds.
     """
     difference = mismatch(tokens, config)
     distance, log_w = difference.abs(), clamped(difference)
     w = log_w.exp()
-    in_use = correction_ratio(tokens, config)
-    low, high = config.mismatch_bounds
-    outside = (in_use < low) | (in_use > high)
-    metrics = {
+    return {
         "mismatch/abs_mean": (tokens.shares * distance).sum(),
         "mismatch/abs_max": torch.where(tokens.shares > 0, distance, 0.0).max(),
         "mismatch/k3": (tokens.shares * k3(-log_w)).sum(),  # KL(rollout || trainer): tokens were sampled by the engine
-        "mismatch/out_of_bounds": (tokens.shares * outside).sum(),
+        "mismatch/out_of_bounds": fraction_outside(tokens, w, config),
         "mismatch/_w_mean": (tokens.shares * w).sum(),
         "mismatch/_w2_mean": (tokens.shares * w.square()).sum(),
     }
-    if config.mismatch_rejection != "none":
-        metrics["mismatch/rejected"] = (tokens.shares * rejected(tokens, config)).sum()
-    return metrics
+
+
+def mismatch(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """Return log w of each token: trainer minus engine. [M], without gradient."""
+    trainer = tokens.logprobs.detach() if config.use_rollout_logprobs else tokens.old_logprobs
+    return trainer - tokens.rollout_logprobs
+
+
+def fraction_outside(tokens: LossTokens, ratio: Tensor, config: LossConfig) -> Tensor:
+    """Return the share of tokens whose ratio [M] is outside of [mismatch_low, mismatch_high]. []"""
+    low, high = config.mismatch_bounds
+    return (tokens.shares * ((ratio < low) | (ratio > high))).sum()
 
 
 def finish_metrics(metrics: Mapping[str, float], *, num_tokens: int) -> Metrics:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fsdptrain.algo.corrections import correction_weights
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.metrics import mismatch_metrics, policy_metrics
 from fsdptrain.algo.tokens import LossTokens, sequence_mean
@@ -40,7 +39,11 @@ def policy_loss(
         clipped_high=clipped_high,
     )
     metrics |= mismatch_metrics(tokens, config)
-    policy = correction_weights(tokens, config) * policy
+    if config.mismatch_correction != "none" or config.mismatch_rejection != "none":
+        from fsdptrain.algo.corrections import corrected
+
+        policy, of_correction = corrected(tokens, policy, config)
+        metrics |= of_correction
     if config.use_opsm:
         dropped = off_policy_sequences(tokens, config.opsm_delta)
         policy = torch.where(dropped, 0.0, policy)

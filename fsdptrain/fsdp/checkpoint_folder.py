@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from fsdptrain.checkpoints import list_checkpoints
-from fsdptrain.distributed import any_rank, gather, one_line, raise_on_all_ranks
+from fsdptrain.distributed import any_rank, one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -43,17 +43,15 @@ class CheckpointFolder:
         self._pending: Future[None] | None = None
         self._failure = ""  # message prefix if the last write fails
 
-    def write(self, step: int, save: Callable[[Path], Future[Any] | None]) -> Path | None:
+    def write(self, step: int, save: Callable[[Path], Future[Any] | None]) -> Path:
         """Write the checkpoint of `step`: call `save(folder)` on every rank, sync, rename, delete old ones. Collective.
 
         If `save` returns a write in the background, the later steps follow in a thread: see `check`. Checkpoints of
         this and later steps are deleted too: the run was resumed from before them, so they are stale.
 
-        Returns the folder, or None if --keep-last is 0. Raises on all ranks if it failed on any; older checkpoints are
-        then unchanged. `save` must not call collectives after code that can fail on one rank.
+        Returns the folder. Raises on all ranks if it failed on any; older checkpoints are then unchanged. `save` must
+        not call collectives after code that can fail on one rank.
         """
-        if self._keep_last == 0:
-            return None
         self.wait()
         final = self.directory / f"step_{step:08d}"
         temporary = self.directory / f".tmp-{final.name}"
@@ -106,12 +104,6 @@ class CheckpointFolder:
             finish_write(pending, final, self._timeout_s)
         if dist.get_rank() == 0:
             self._publish(temporary, final)
-
-    def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, as seen by rank 0. Collective."""
-        newest = list_checkpoints(self.directory.parent)[-1:] if dist.get_rank() == 0 else []
-        name = gather(newest[0].name if newest else None)[0]
-        return self.directory / name if name else None
 
     def _prepare(self, temporary: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

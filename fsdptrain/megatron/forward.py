@@ -20,9 +20,10 @@ from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import WRAPPED
 from fsdptrain.megatron.transformer_config import wraps
-from fsdptrain.model.logprobs import chunked_logprobs, vocab_parallel_logprobs
+from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.rows import Layout, PackedRows, PaddedRows, core_rows, zeros_with
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from fsdptrain.model.vocab_parallel import vocab_parallel_logprobs
 from fsdptrain.types import LogProbs, PackedBatch
 
 if TYPE_CHECKING:

@@ -35,8 +35,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitRows, RowGrads, backward_rows, forward_rows
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
@@ -54,6 +52,7 @@ def chunked_logprobs(
     truncation: Truncation = UNTRUNCATED,
     chunk_size: int = 512,  # tokens
     with_entropy: bool = False,
+    group: dist.ProcessGroup | None = None,  # the ranks that have the other columns of the logits
 ) -> tuple[Tensor, Tensor | None]:
     """Compute logprobs of `labels` and optionally entropy [nats]: [T] in float32, or float64 for float64 input.
 
@@ -61,35 +60,12 @@ def chunked_logprobs(
     the weight is summed over chunks in float32.
     """
     transform = HeadTransform(logit_scale, softcap, temperature, truncation)
-    return _apply(hidden, weight, bias, labels, _Options(transform, chunk_size, with_entropy))
-
-
-def vocab_parallel_logprobs(
-    hidden: Tensor,  # [T, D], the same on every rank
-    weight: DTensor,  # [V, D], sharded over V on one axis
-    labels: Tensor,
-    *,
-    bias: DTensor | None = None,
-    truncation: Truncation = UNTRUNCATED,
-    chunk_size: int = 512,
-    with_entropy: bool = False,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute `chunked_logprobs` without truncation for a head that is split over ranks. No logits are gathered.
-
-    Collective over the axis of `weight`: each chunk sums over the ranks what `_ChunkedLogprobs` sums over columns. The
-    result is bitwise equal on every rank.
-    """
-    assert weight.placements == (Shard(0),)
-    assert not truncation, "which tokens are kept is not known to one rank"
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    local_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
-    local_labels = labels - offset[0]  # negative or >= v if another rank has them
-    transform = HeadTransform(logit_scale, softcap, temperature)
     options = _Options(transform, chunk_size, with_entropy, group)
-    return _apply(hidden, weight.to_local(), local_bias, local_labels, options)
+    if bias is not None:  # -inf excludes a token, and 0 * inf would be nan in the entropy
+        bias = bias.clamp(min=max(EXCLUDED, torch.finfo(bias.dtype).min / 2))
+    keeps = torch.is_grad_enabled()  # always False inside forward
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, options, keeps)
+    return logprobs, entropy if with_entropy else None
 
 
 @dataclass(frozen=True)
@@ -97,17 +73,7 @@ class _Options:
     transform: HeadTransform
     chunk_size: int
     with_entropy: bool
-    group: dist.ProcessGroup | None = None  # the ranks that have the other columns of the logits
-
-
-def _apply(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: _Options
-) -> tuple[Tensor, Tensor | None]:
-    if bias is not None:  # -inf excludes a token, and 0 * inf would be nan in the entropy
-        bias = bias.clamp(min=max(EXCLUDED, torch.finfo(bias.dtype).min / 2))
-    keeps = torch.is_grad_enabled()  # always False inside forward
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, options, keeps)
-    return logprobs, entropy if options.with_entropy else None
+    group: dist.ProcessGroup | None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -1,7 +1,6 @@
 """The prompts of a run: the stream to train on, and those held out for evaluation."""
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config
 from fsdptrain.config.sft import sft_options
-from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
+from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.data.rows import Row, Rows, content_hash
 from fsdptrain.data.sources import load_rows
 from fsdptrain.distributed import raise_on_all_ranks, require_same
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from fsdptrain.data.images import PromptProcessor
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
-log = logging.getLogger(__name__)
-
-DEFAULT_EVAL_SIZE = 128  # prompts
 ENVIRONMENT_DATA = "environment"  # value of --prompt-data: the environment supplies the data
 
 
@@ -49,16 +45,10 @@ def build_data(
     """Load the rows, and split them into those to train on and those held out (none if the run never evaluates)."""
     image_key = None if processor is None else processor.image_key
     rows, held_out = _rows(config, environment, dataset, image_key), list[Row]()
-    if config.evaluates and config.data.eval_prompt_data is not None:
-        held_out = _evaluation_rows(config, image_key, eval_dataset)
-    elif config.evaluates:
-        from fsdptrain.data.held_out import split_rows
+    if config.evaluates:
+        from fsdptrain.trainer.held_out import hold_out
 
-        size = config.data.eval_size
-        size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if size is None else size
-        rows, held_out = split_rows(rows, size, config.run.seed)
-        if not held_out:
-            log.warning("nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows))
+        rows, held_out = hold_out(config, rows, image_key, eval_dataset)
     make = supervised_prompt(config, tokenizer, processor)
     stream = PromptStream(
         rows,
@@ -74,21 +64,12 @@ def build_data(
         start = stream.state_dict()
         stream.next(1)  # fails before the model is loaded if no row can be trained on
         stream.load_state_dict(start)
-    prompts = held_out_prompts(config, tokenizer, held_out, processor) if config.generates else []
+    prompts = list[Prompt]()
+    if held_out and config.generates:
+        from fsdptrain.trainer.held_out import held_out_prompts
+
+        prompts = held_out_prompts(config, tokenizer, held_out, processor)
     return RunData(stream, prompts, [make(row) for row in held_out] if make else [])
-
-
-def _evaluation_rows(config: Config, image_key: str | None, dataset: Sequence[Mapping[str, Any]] | None) -> list[Row]:
-    """Return the first rows of --eval-prompt-data, or of `dataset` in place of it."""
-    options: dict[str, Any] = {"image_key": image_key, "sft": sft_options(config)}
-    data = config.data.source(config.data.eval_prompt_data or "")
-    if dataset is not None:
-        from fsdptrain.data.tables import as_rows
-
-        rows = as_rows(dataset, data, **options)
-    else:
-        rows = load_rows(data, seed=config.run.seed, flag="--eval-prompt-data", **options)
-    return [rows[i] for i in range(min(len(rows), config.data.eval_size or DEFAULT_EVAL_SIZE))]
 
 
 def require_same_data(stream: PromptStream) -> None:
@@ -111,18 +92,6 @@ def supervised_prompt(
     from fsdptrain.data.sft import untokenized
 
     return untokenized
-
-
-def held_out_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[Row], processor: "PromptProcessor | None"
-) -> list[Prompt]:
-    """Return the prompts to generate responses for, none longer than the prompt limit."""
-    budget = config.prompt_budget
-    prompts = make_prompts(rows, tokenizer, data=config.data, max_prompt_len=budget, processor=processor)
-    if len(prompts) < len(rows):
-        line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
-        log.warning(line, len(rows) - len(prompts), len(rows), budget)
-    return prompts
 
 
 def _rows(

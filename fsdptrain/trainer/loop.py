@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,12 +95,13 @@ class TrainingLoop:
             self._start_rollouts()
         if self.step == 0 or not self.config.run.num_rollout:
             self._evaluate()
-        with self._progress.checkpoints as checkpoints:
+        with self._progress.checkpoints or nullcontext() as checkpoints:
             while self.step < self.config.run.num_rollout and not self._must_stop():
                 with self._profiler(self.step + 1):
                     self._train_on_rollout()
                 self._progress.require_an_update()
-                checkpoints.check()
+                if checkpoints is not None:
+                    checkpoints.check()
                 ends = self._progress.is_last or (self._must_stop() and self.stop_signal is None)
                 if ends or (self._progress.is_evaluation_due and not self.stopped):
                     self._evaluate()

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from fsdptrain.checkpoints import PROGRESS_FILE
 from fsdptrain.config import Config
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, NumericsError
-from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder
+from fsdptrain.trainer.run_dir import RunFolder
 from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
+    from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
     from fsdptrain.protocols import TrainBackend
 
 
@@ -30,9 +31,13 @@ class Progress:
     ) -> None:
         self.step = 0
         self.saved: int | None = None  # step of the newest checkpoint
-        self.checkpoints = CheckpointFolder(
-            folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
-        )
+        self.checkpoints: CheckpointFolder | None = None
+        if config.run.keep_last:
+            from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+
+            self.checkpoints = CheckpointFolder(
+                folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
+            )
         self._num_updates = 0  # optimizer steps that were not skipped
         self._inputs = folder.inputs
         self._config = config
@@ -71,8 +76,8 @@ class Progress:
             )
 
     def save(self) -> Path | None:
-        """Write a checkpoint. Returns its folder, unless it is written in the background. Collective."""
-        written = self.checkpoints.write(self.step, self._write)
+        """Write a checkpoint. Returns its folder; None with --keep-last 0. Collective."""
+        written = self.checkpoints and self.checkpoints.write(self.step, self._write)
         self.saved = self.step
         return written
 
@@ -89,7 +94,9 @@ class Progress:
         if checkpoint is None or progress is None:
             return
         if self._config.run.num_rollout:  # else an evaluation
-            self._report.last = folder.last_metrics()
+            from fsdptrain.trainer.resuming import last_metrics
+
+            self._report.last = last_metrics(checkpoint, progress["step"])
         with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint}"):
             if self._config.run.num_rollout:  # else the data may be other data
                 self._stream.load_state_dict(progress["stream"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
@@ -81,11 +82,11 @@ def write_both_ways(directory: str):
         train(model, optimizer, range(step, step + 3))
         changed = any(not torch.equal(a, local_shard(b)) for a, b in zip(before, model.parameters(), strict=True))
         later.check()
-        newest = later.latest()
+        newest = newest_checkpoint(later.directory.parent)
         watch.may_go_on.set()
         eventually(lambda step=step: (later.directory / f"step_{step:08d}").exists())  # while a step is computed
         later.wait()
-        found.append((changed, newest.name if newest else None, later.latest().name))
+        found.append((changed, newest.name if newest else None, newest_checkpoint(later.directory.parent).name))
     return found
 
 
@@ -132,7 +133,8 @@ def fail_in_the_background(directory: str, failing_rank: int):
         watch.act = fail
     with pytest.raises(CheckpointError) as caught:
         train_on(model, optimizer, folder, saver(model, optimizer, 2, stager=stager), steps := [])
-    return len(steps), str(caught.value), folder.latest().name, load_checkpoint(folder.latest(), model, optimizer)
+    newest = newest_checkpoint(folder.directory.parent)
+    return len(steps), str(caught.value), newest.name, load_checkpoint(newest, model, optimizer)
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

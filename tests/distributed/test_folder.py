@@ -11,9 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from fsdptrain import platform
+from fsdptrain.checkpoints import PROGRESS_FILE
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.trainer.run_dir import PROGRESS_FILE, open_folder
+from fsdptrain.trainer.run_dir import open_folder
 from fsdptrain.trainer.run_lock import LOCK_FILE, lock_folder
 from tests.testing import preloaded_context, rank_variables, spawn
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
@@ -220,7 +221,7 @@ def broken_laws(cases: list[Case], hub: Path, folder: Path) -> dict[str, list[st
             broken += [] if all(bits) and same(reached, wanted) else ["bits depend on where something is"]
         broken += broken_on_resume(backend, case, hub, own, reached)
         broken += broken_exports(backend, own / "after") if not case.is_adapted else []
-        latest = checkpoints_of(case, hub).latest()
+        latest = newest_checkpoint(checkpoints_of(case, hub).directory.parent)
         assert latest is not None
         backend.load(latest)
         broken += [] if same(state(backend), alone[case.alone][1]) else ["the checkpoint of one rank is not loaded"]
@@ -257,7 +258,7 @@ def broken_on_resume(backend: FSDPBackend, case: Case, hub: Path, folder: Path, 
     backend.onload()
     straight = steps(backend, case, later, SMALL_PACKS)
     other = build(case, hub, case.mesh)
-    latest = CheckpointFolder(folder, keep_last=1).latest()
+    latest = newest_checkpoint(folder)
     assert latest is not None
     other.load(latest)
     broken = [] if same(state(other), saved) else ["what is loaded is not what was saved"]

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
@@ -143,7 +144,7 @@ def reference(hub: Path, case: str, other: str | None, values: dict):
     backend.train_step(packs, LOSSES["grpo"], LossConfig())
     checkpoints = CheckpointFolder(hub / f"of {case}, {other}", keep_last=1)
     checkpoints.write(1, lambda path: backend.save(path, 1))
-    backend.load(checkpoints.latest())
+    backend.load(newest_checkpoint(checkpoints.directory.parent))
     after = score(backend, "reference", packs)
     moved = {name for name, value in full_state(backend.model).items() if not torch.equal(weights[name], value)}
     assert moved == set(trained(backend.model)), moved ^ set(trained(backend.model))
@@ -183,7 +184,7 @@ def checkpoint_and_refusals(hub: Path, directory: Path):
         whole_backend(hub / "qwen3", bf16=True),
     ):
         with pytest.raises(CheckpointError) as caught:
-            other.load(checkpoints.latest())
+            other.load(newest_checkpoint(checkpoints.directory.parent))
         refusals.append(str(caught.value))
     return [{t.dtype for t in group} for group in (others, adapters.values(), moments)], refusals
 

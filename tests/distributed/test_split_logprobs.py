@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdptrain.model.logprobs import chunked_logprobs, vocab_parallel_logprobs
+from fsdptrain.model.logprobs import chunked_logprobs
+from fsdptrain.model.vocab_parallel import vocab_parallel_logprobs
 from tests.testing import spawn
 
 VOCABULARY, WIDTH, TOKENS = 25, 7, 23  # uneven on every number of ranks

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from tests.megatron import cases
 from tests.megatron.training import backend_of, flags_of, state, steps
@@ -34,7 +35,7 @@ def go_on(folder: Path, run: Path, layouts: list[dict[str, Any]]) -> list[Step]:
     for layout in layouts:
         backend = backend_of(folder, **flags_of(layout))
         checkpoints = CheckpointFolder(run, keep_last=1)
-        latest = checkpoints.latest()
+        latest = newest_checkpoint(checkpoints.directory.parent)
         step = 2 + (backend.load(latest) if latest is not None else 0)
         before = state(backend)
         norms = steps(backend, 2)  # the second by weights that the moments have moved

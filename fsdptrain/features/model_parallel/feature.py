@@ -24,9 +24,9 @@ from fsdptrain.features.meta import meta_model_of
 from fsdptrain.features.model_parallel.plan import split_model, split_plan_of
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.materialize import local_part
-from fsdptrain.model.logprobs import vocab_parallel_logprobs
 from fsdptrain.model.probes.head import check_backward
 from fsdptrain.model.probes.layout import LayoutProbe
+from fsdptrain.model.vocab_parallel import vocab_parallel_logprobs
 
 
 class ModelParallelFeature(Feature):

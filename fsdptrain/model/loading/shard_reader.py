@@ -5,12 +5,11 @@ For a parameter that is a DTensor, the reader reads only the slice that this ran
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
@@ -28,26 +27,25 @@ from fsdptrain import platform
 from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.files import different_files, some_of
-from fsdptrain.model.loading.materialize import (
-    filled_like,
-    local_part,
-    parameter_names,
-    quiet_transformers,
-    refuse_leftovers,
-    register,
-)
+from fsdptrain.model.loading.materialize import quiet_transformers, refuse_leftovers
 from fsdptrain.model.structure import as_stock
 
 
 def read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_offload: bool) -> None:
     """Load `files` with transformers' reader, which slices each safetensors entry like the DTensor of that name."""
     with as_stock(model):
-        _read_shards(model, path, files, cpu_offload=cpu_offload)
+        if not cpu_offload:
+            _read_shards(model, path, files, platform.local_device())
+            return
+        from fsdptrain.model.loading.host_shards import move_shards_to_host, restore_shards
+
+        shards = move_shards_to_host(model)
+        _read_shards(model, path, files, torch.device("cpu"))
+        with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"):
+            restore_shards(model, shards)
 
 
-def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_offload: bool) -> None:
-    device = torch.device("cpu") if cpu_offload else platform.local_device()
-    shards = _move_shards_to_host(model) if cpu_offload else {}
+def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], device: torch.device) -> None:
     load_config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(path),
         dtype=torch.float32,
@@ -68,7 +66,6 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_o
         _mark_what_was_loaded(model)
         info = PreTrainedModel._finalize_model_loading(model, load_config, info)
         refuse_leftovers(path, info.missing_keys, info.unexpected_keys)
-        _restore_shards(model, shards)
 
 
 def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
@@ -124,39 +121,3 @@ def _mark_what_was_loaded(model: nn.Module) -> None:
     for module in model.modules():
         if all(vars(tensor).get("_is_hf_initialized") for tensor in [*module.parameters(), *module.buffers()]):
             module._is_hf_initialized = True  # type: ignore[assignment]
-
-
-def _move_shards_to_host(model: PreTrainedModel) -> dict[tuple[str, ...], nn.Parameter]:
-    """Replace each sharded parameter with a stand-in on a CPU mesh. Returns names -> original.
-
-    The reader places a shard on the device of its DTensor's mesh. With CPU offload that is the accelerator, but the
-    shards belong on the host.
-    """
-    originals: dict[tuple[str, ...], Any] = {}
-    meshes: dict[DeviceMesh, DeviceMesh] = {}
-    for names in parameter_names(model):
-        original = model.get_parameter(names[0])
-        if not isinstance(original, DTensor):
-            continue
-        mesh = original.device_mesh
-        if mesh not in meshes:
-            meshes[mesh] = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
-        shard = DTensor.from_local(
-            torch.empty(original.to_local().shape, dtype=original.dtype, device="meta"),
-            meshes[mesh],
-            original.placements,
-            run_check=False,
-            shape=original.shape,
-            stride=original.stride(),
-        )
-        register(model, names, nn.Parameter(shard, requires_grad=original.requires_grad))
-        originals[names] = original
-    return originals
-
-
-def _restore_shards(model: PreTrainedModel, originals: dict[tuple[str, ...], nn.Parameter]) -> None:
-    """Copy the loaded stand-ins into host tensors of the original mesh, one at a time."""
-    for names, original in originals.items():
-        read = model.get_parameter(names[0])
-        restored = filled_like(original, local_part(read), torch.device("cpu"))
-        register(model, [name for name in names if model.get_parameter(name) is read], restored)

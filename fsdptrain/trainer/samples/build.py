@@ -24,7 +24,6 @@ from fsdptrain.rewards.build import WeightedSum, reads_environment
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.data import RunData
-from fsdptrain.trainer.samples.selection import SelectionRules
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource
 from fsdptrain.types import Episode
@@ -120,7 +119,6 @@ def build_source(
 
         return SftSource(stream, builder, num_samples=config.samples_per_rollout)
     assert sampler is not None, "reinforcement learning has an engine"
-    dynamic, rounds = config.selection.dynamic_sampling, config.selection.dynamic_sampling_max_rounds
     values: dict[str, Any] = {
         "stream": stream,
         "sampler": sampler,
@@ -130,8 +128,11 @@ def build_source(
         "shaping": shaping_rule(config),
         "advantages": advantages,
         "max_unscored_fraction": config.reward.max_unscored_fraction,
-        "rules": SelectionRules(dynamic=True, max_rounds=rounds) if dynamic else SelectionRules(),
     }
+    if config.selection.dynamic_sampling:
+        from fsdptrain.trainer.samples.selection import SelectionRules
+
+        values["rules"] = SelectionRules(dynamic=True, max_rounds=config.selection.dynamic_sampling_max_rounds)
     if threads is None:
         return RolloutSource(**values)
     from fsdptrain.trainer.samples.continuous import build_continuous

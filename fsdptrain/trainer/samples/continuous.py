@@ -18,7 +18,7 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rollout.in_flight import InFlightEngine, SteppedEngine
 from fsdptrain.trainer.phases import Stopwatch
-from fsdptrain.trainer.samples.selection import GroupResult, Selection, group_result
+from fsdptrain.trainer.samples.selection import GroupResult, Selection, SelectionRules, group_result
 from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound
 from fsdptrain.trainer.samples.source import RolloutBatch, RolloutSource, images_of, sampling_at
 from fsdptrain.types import Metrics, Prompt
@@ -82,7 +82,7 @@ class ContinuousSource(RolloutSource):
 
     def collect(self, step: int) -> RolloutBatch:
         watch = Stopwatch()
-        selection, taken = Selection(self.rules, wanted=self.num_prompts), list[Group]()
+        selection, taken = Selection(self.rules or SelectionRules(), wanted=self.num_prompts), list[Group]()
         made, own = NOTHING, dist.get_rank()
         self.run_ahead(step)
         self._exchange()
@@ -114,7 +114,7 @@ class ContinuousSource(RolloutSource):
         if self.last_allowed(step) > step:
             self.run_ahead(step)
             return
-        most = self.rules.max_rounds * self.num_prompts - len(selection.generated)  # groups
+        most = selection.rules.max_rounds * self.num_prompts - len(selection.generated)  # groups
         self._start_up_to(min(self.num_prompts - len(self._open), most - (len(self._open) - num_taken)))
 
     def _start(self, prompts: Sequence[Prompt], rollout: int) -> None:
@@ -132,7 +132,7 @@ class ContinuousSource(RolloutSource):
 
     def _judge(self, selection: Selection, taken: list[Group]) -> list[Group]:
         """Take or drop groups that are finished, in the order in which they were started, until enough are taken."""
-        judged, most = [], self.rules.max_rounds * selection.wanted
+        judged, most = [], selection.rules.max_rounds * selection.wanted
         for group in list(self._open):
             if not selection.missing or len(selection.generated) >= most:
                 break

@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 from fsdptrain.distributed import gather
 from fsdptrain.errors import RolloutError
-from fsdptrain.types import Metrics, Prompt, Sample
+from fsdptrain.trainer.phases import Stopwatch
+from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound
+from fsdptrain.trainer.samples.source import RolloutSource, own_share, sampling_at
+from fsdptrain.types import Images, Metrics, Prompt, Sample
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +134,21 @@ def likely_enough(missing: int, rate: float) -> int:
     return math.ceil(root**2 - 1e-9)
 
 
+def select_groups(
+    source: RolloutSource, rules: SelectionRules, step: int, watch: Stopwatch, images: dict[str, Images]
+) -> tuple[GenerationRound, Metrics]:
+    """Generate rounds until enough groups are kept. Returns their samples on this rank, and metrics. Collective."""
+    selection, total = Selection(rules, wanted=source.num_prompts), NOTHING
+    while selection.needs_round:
+        sampling = sampling_at(source.sampling, step, selection.rounds)
+        prompts, generated = source.generate(selection.num_to_sample, sampling, watch, images)
+        chosen = selection.add(gather_results(own_share(prompts), generated.samples))
+        total += generated.only({prompt.id for prompt, keep in zip(prompts, chosen, strict=True) if keep})
+        source.check_rewards(total.results)
+    selection.check(step)
+    return total, selection.metrics()
+
+
 def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[GroupResult]:
     """Gather the group results of all ranks in rank order, which is stream order. Collective."""
     members: dict[str, list[Sample]] = {prompt.id: [] for prompt in prompts}
@@ -138,11 +156,6 @@ def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list
         members[sample.group_id].append(sample)
     own = [group_result(group, owner=dist.get_rank()) for group in members.values()]
     return [group for groups in gather(own) for group in groups]
-
-
-def share(count: int, rank: int, world_size: int) -> slice:
-    """Return the contiguous, even share of `count` items for `rank`."""
-    return slice(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def group_result(members: Sequence[Sample], *, owner: int) -> GroupResult:

@@ -12,13 +12,13 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.rewards.results import RewardResults, check_failed_rewards
 from fsdptrain.trainer.phases import Stopwatch
-from fsdptrain.trainer.samples.selection import Selection, SelectionRules, gather_results, share
-from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound, Sampler
+from fsdptrain.trainer.samples.single_turn import GenerationRound, Sampler
 from fsdptrain.trainer.shown import Shown, show
 from fsdptrain.types import Images, Metrics, Prompt, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from fsdptrain.algo.shaping import ShapingRule
+    from fsdptrain.trainer.samples.selection import SelectionRules
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class RolloutSource:
     shaping: "ShapingRule | None"
     advantages: AdvantageRule
     max_unscored_fraction: float
-    rules: SelectionRules = field(default_factory=SelectionRules)
+    rules: "SelectionRules | None" = None  # of dynamic sampling; None: all groups are trained
 
     @property
     def in_flight(self) -> bool:
@@ -76,20 +76,26 @@ class RolloutSource:
         """Do nothing: the engine generates only while the trainer waits for it."""
 
     def collect(self, step: int) -> RolloutBatch:
-        watch, images, total = Stopwatch(), dict[str, Images](), NOTHING
-        selection = Selection(self.rules, wanted=self.num_prompts)
-        while selection.needs_round:
-            prompts = self.draw(selection.num_to_sample)
-            own = own_share(prompts)
-            generated = self.sampler.sample(own, sampling_at(self.sampling, step, selection.rounds), watch)
-            images |= images_of(prompts)  # they are not sent with samples: every rank has those of all prompts
-            chosen = selection.add(gather_results(own, generated.samples))
-            for prompt in prompts:
-                self.stream.record(prompt)
-            total += generated.only({prompt.id for prompt, keep in zip(prompts, chosen, strict=True) if keep})
-            self.check_rewards(total.results)
-        selection.check(step)
-        return self.batch(total, images=images, seconds=watch.seconds, metrics=selection.metrics())
+        watch, images, metrics = Stopwatch(), dict[str, Images](), Metrics()
+        if self.rules is None:
+            _, generated = self.generate(self.num_prompts, sampling_at(self.sampling, step), watch, images)
+            self.check_rewards(generated.results)
+        else:
+            from fsdptrain.trainer.samples.selection import select_groups
+
+            generated, metrics = select_groups(self, self.rules, step, watch, images)
+        return self.batch(generated, images=images, seconds=watch.seconds, metrics=metrics)
+
+    def generate(
+        self, num_prompts: int, sampling: SamplingParams, watch: Stopwatch, images: dict[str, Images]
+    ) -> tuple[list[Prompt], GenerationRound]:
+        """Draw prompts, of all ranks, and generate for those of this rank. Adds the images of all. Collective."""
+        prompts = self.draw(num_prompts)
+        generated = self.sampler.sample(own_share(prompts), sampling, watch)
+        images |= images_of(prompts)  # they are not sent with samples: every rank has those of all prompts
+        for prompt in prompts:
+            self.stream.record(prompt)
+        return prompts, generated
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """Draw the next prompts, of all ranks. Collective."""
@@ -141,7 +147,8 @@ def images_of(prompts: Sequence[Prompt]) -> dict[str, Images]:
 
 def own_share(items: Sequence[T]) -> list[T]:
     """Return this rank's contiguous share of `items`, which all ranks hold. Shares differ by at most one item."""
-    return list(items[share(len(items), dist.get_rank(), dist.get_world_size())])
+    count, rank, world_size = len(items), dist.get_rank(), dist.get_world_size()
+    return list(items[count * rank // world_size : count * (rank + 1) // world_size])
 
 
 def sampling_at(sampling: SamplingParams, step: int, number: int = 0) -> SamplingParams:

@@ -12,6 +12,7 @@ from torchao.float8.float8_linear import Float8Linear
 from transformers import AutoModelForCausalLM
 
 from fsdptrain import platform
+from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.fp8.feature import Fp8Feature, _convert, float8_layers
@@ -87,7 +88,7 @@ def run(checkpoint: str, folder: str) -> tuple[bool, bool]:
     train(one, range(2))
     checkpoints.write(2, lambda path: one.save(path, 2))
     train(one, range(2, 4))
-    other, latest = backend_of(checkpoint, **values), checkpoints.latest()
+    other, latest = backend_of(checkpoint, **values), newest_checkpoint(checkpoints.directory.parent)
     assert latest is not None
     other.load(latest)
     train(other, range(2, 4))

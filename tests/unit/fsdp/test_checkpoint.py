@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdptrain import platform
+from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp import checkpoint, checkpoint_folder, shard_files
 from fsdptrain.fsdp.checkpoint_folder import MANIFEST, CheckpointFolder
@@ -56,7 +57,7 @@ def test_an_error_of_the_disk_at_any_stage_names_the_option(
     monkeypatch.setattr(CheckpointFolder if name == "_prepare" else checkpoint_folder, name, full)
     with pytest.raises(CheckpointError, match=r"--output-dir: cannot write checkpoint .*step_00000003.* No space left"):
         CheckpointFolder(tmp_path, keep_last=1).write(3, save)
-    assert CheckpointFolder(tmp_path, keep_last=1).latest() is None
+    assert newest_checkpoint(tmp_path) is None
 
 
 def newer_format(folder: Path) -> None:

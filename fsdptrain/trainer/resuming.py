@@ -1,0 +1,93 @@
+"""What a run takes from the folder that it goes on in: changed options, progress, and the last metrics."""
+
+import json
+import logging
+import math
+import os
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdptrain.checkpoints import CONFIG_FILE, PROGRESS_FILE
+from fsdptrain.config import Config
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.recipe import load_recipe
+from fsdptrain.config.rules import OnResume
+from fsdptrain.distributed import gather
+from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.loggers.jsonl import lines_until
+
+log = logging.getLogger(__name__)
+
+_MAX_SHOWN = 3  # changed options in an error
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """Raises CheckpointError for a file that no run has written."""
+    found = json.loads((checkpoint / PROGRESS_FILE).read_text())
+    if not isinstance(found, dict) or type(found.get("step")) is not int or found["step"] < 0:
+        raise CheckpointError(f"--resume: {PROGRESS_FILE} of checkpoint {checkpoint} is not of a run: choose another")
+    return found
+
+
+def refuse_other_experiment(config: Config, folder: Path, checkpoint: Path | None) -> None:
+    """Raise ConfigError if the results in `folder` are of other options, unless --resume names a checkpoint in it."""
+    is_inside = checkpoint is not None and _is_same_path(str(checkpoint.parent.parent), str(folder))
+    if is_inside and config.run.resume not in ("auto", "never"):
+        return
+    others = changed_values(folder, config)[OnResume.REFUSED]
+    if others:
+        more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
+        remedy = f", or go on from its checkpoint on purpose by --resume {checkpoint}" if is_inside else ""
+        raise ConfigError(
+            f"--output-dir {folder} holds another experiment, this one has {', '.join(others[:_MAX_SHOWN])}{more}: "
+            f"choose another --output-dir{remedy}"
+        )
+
+
+def tell_changes(config: Config, checkpoint: Path, step: int) -> None:
+    """Warn about options that differ from the run of the checkpoint.
+
+    Raises ConfigError if the checkpoint is the end of a finished run, where changed options have no effect.
+    """
+    changes = changed_values(checkpoint.parent.parent, config)
+    learned = changes[OnResume.REFUSED] + changes[OnResume.TUNING]
+    if learned and step >= config.run.num_rollout > 0:  # an evaluation has other options on purpose
+        raise ConfigError(
+            f"{checkpoint} is the end of a run of {step} rollouts, so {learned[0]} would have no effect: "
+            "choose another --output-dir, or a larger --num-rollout to go on"
+        )
+    if any(changes.values()) and config.run.num_rollout:
+        log.warning("resumes after step %d with %s", step, ", ".join(chain(*changes.values())))
+
+
+def changed_values(run: Path, now: Config) -> dict[OnResume, list[str]]:
+    """Return the options that differ from the config of the folder `run`, e.g. `--lr 0.001 in place of 1e-06`."""
+    changes: dict[OnResume, list[str]] = {kind: [] for kind in OnResume}
+    if not (run / CONFIG_FILE).is_file():
+        return changes
+    before = load_recipe(run / CONFIG_FILE)
+    for key in all_keys().values():
+        old, new = (key.value(config) for config in (before, now))
+        if old != new and not _is_same_path(old, new):
+            changes[key.on_resume].append(" ".join(f"{key.flag} {new} in place of {old}".split()))
+    return changes
+
+
+def _is_same_path(old: Any, new: Any) -> bool:
+    """Return whether two values name the same file or folder."""
+    are_paths = all(isinstance(path, str) and os.path.exists(path) for path in (old, new))
+    return are_paths and os.path.samefile(old, new)
+
+
+def last_metrics(checkpoint: Path, step: int) -> dict[str, float]:
+    """Return the last value of every metric up to the checkpoint, as rank 0 logged it. Collective."""
+    last: dict[str, Any] = {}
+    path = checkpoint.parent.parent / "metrics.jsonl"
+    if dist.get_rank() == 0 and path.is_file():
+        for line in lines_until(path, step):
+            last |= json.loads(line)
+    numbers = {name: math.nan if x is None else x for name, x in last.items() if name not in ("step", "time")}
+    return gather(numbers)[0]
