@@ -13,7 +13,7 @@ from fsdptrain.agents.record import AnsweredCall, Conversation, Record, conversa
 from fsdptrain.agents.wire import template_call
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
-from fsdptrain.data.prompts import template_reason
+from fsdptrain.data.prompts import render_calls, template_reason
 from fsdptrain.data.text import response_text
 from fsdptrain.errors import DataError
 
@@ -38,11 +38,9 @@ class CallRenderer:
         try:
             if parent is not None:
                 ids = parent.token_ids
-                return (
-                    [*ids, *self._turns.between(call.messages[length - 1 :], last_token=ids[-1])],
-                    parent,
-                    conversation,
-                )
+                calls = call.messages[length - 2].get("tool_calls", ())
+                between = self._turns.between(call.messages[length - 1 :], last_token=ids[-1], calls=calls)
+                return [*ids, *between], parent, conversation
             ids = self._tokenize(self._render(call))
         except DataError as error:
             raise CallError(400, str(error), param="messages") from error
@@ -50,11 +48,14 @@ class CallRenderer:
 
     def _render(self, call: ModelCall) -> str:
         options: dict[str, Any] = {**self.data.chat_template_kwargs, **({"tools": call.tools} if call.tools else {})}
-        messages: Any = call.messages
-        try:
+
+        def render(messages: Any) -> str:
             return str(
                 self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
             )
+
+        try:
+            return render_calls(list(call.messages), render)[1]
         except Exception as error:
             raise DataError(f"the chat template does not support these messages: {template_reason(error)}") from error
 

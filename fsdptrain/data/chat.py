@@ -7,7 +7,7 @@ it.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,18 +37,23 @@ class TurnRenderer:
         self.data = data
         self.max_observation_len = max_observation_len  # None: no limit
 
-    def between(self, observation: str | Sequence[Message], *, last_token: int) -> list[int]:
+    def between(
+        self, observation: str | Sequence[Message], *, last_token: int, calls: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the tokens between a model turn that ended with `last_token` and the start of the next model turn.
 
-        An end-of-turn token that the model generated itself is not repeated. Messages with the role `tool` become user
-        messages if the template does not support the role. Raises DataError if the template rejects the messages.
+        An end-of-turn token that the model generated itself is not repeated. `calls` are the tool calls of the turn.
+        Messages with the role `tool` become user messages if the template does not support the role. Raises DataError
+        if the template rejects the messages.
         """
-        messages = [{**message, "content": self._plain(message["content"])} for message in as_messages(observation)]
+        messages: list[Message] = [
+            {**message, "content": self._plain(message["content"])} for message in as_messages(observation)
+        ]
         if not self.data.apply_chat_template:
             return self._tokenize("\n".join(message["content"] for message in messages))
-        tokens = self._tokenize(
-            self._render_after_turn(messages if self._supports_tool_role else _without_tools(messages))
-        )
+        has_tools = any(message["role"] == "tool" for message in messages) and not self._supports_tool_role
+        text = self._render_after_calls(messages, calls) if has_tools else self._render_after_turn(messages)
+        tokens = self._tokenize(self._render_after_turn(_merged(messages)) if text is None else text)
         return tokens[self._num_already_sampled(tokens, last_token) :] if last_token in self._special else tokens
 
     def _plain(self, text: str) -> str:
@@ -93,6 +98,39 @@ class TurnRenderer:
             raise DataError("the chat template of --hf-checkpoint omits the assistant message: " + before[:80])
         return after
 
+    def _render_after_calls(self, messages: list[Message], calls: Sequence[Mapping[str, Any]]) -> str | None:
+        """Render after a turn with `calls`, for templates that show results of tools only there. None: it shows none.
+
+        Without `calls`, each result gets one, with the name in its message.
+        """
+        answers: list[Any] = [
+            {"tool_call_id": f"{index:09d}", "name": "tool", **message} if message["role"] == "tool" else message
+            for index, message in enumerate(messages)
+        ]
+        called = calls or [
+            {"id": m["tool_call_id"], "type": "function", "function": {"name": m["name"], "arguments": {}}}
+            for m in answers
+            if m["role"] == "tool"
+        ]
+        chat: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": called}]
+        try:
+            turn, silent, text = (
+                str(
+                    self.tokenizer.apply_chat_template(
+                        [*chat, *heard],
+                        tokenize=False,
+                        add_generation_prompt=generation,
+                        **self.data.chat_template_kwargs,
+                    )
+                )
+                for heard, generation in (([], False), ([], True), (answers, True))
+            )
+        except Exception:  # noqa: BLE001  # a template can raise anything
+            return None
+        if text == silent or not text.startswith(turn):
+            return None
+        return self._render_after_turn([], generation=False) + text[len(turn) :]
+
     def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -114,11 +152,6 @@ class TurnRenderer:
         return re.compile("|".join(re.escape(text) for text in texts) or r"(?!)")
 
 
-def _without_tools(messages: Sequence[Message]) -> list[Message]:
-    """Merge all messages into one user message if there are tool messages.
-
-    Templates without tools often require alternating roles.
-    """
-    if not any(message["role"] == "tool" for message in messages):
-        return list(messages)
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """Merge all messages into one user message: templates without tools often require alternating roles."""
     return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]

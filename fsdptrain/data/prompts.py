@@ -1,6 +1,7 @@
 """Tokenized prompts from rows, and an infinite, seeded, resumable stream of them."""
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -308,19 +309,24 @@ def _apply_template(
 ) -> str:
     """Render the chat. If it ends with an assistant message, that message is continued."""
     prefilled = messages[-1]["role"] == "assistant"
-    try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-            **template_kwargs,
+
+    def render(messages: list[Message]) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=not prefilled,
+                continue_final_message=prefilled,
+                **template_kwargs,
+            )
         )
+
+    try:
+        _, text = render_calls(messages, render)
     except (TemplateError, ValueError, TypeError):
         raise
     except Exception as error:  # a template can divide by 0
         raise ValueError(one_line(error)) from error
-    assert isinstance(text, str)
     content: Any = messages[-1]["content"]
     start = content if isinstance(content, str) else content[-1].get("text", "")
     if prefilled and not text.endswith(start):
@@ -329,6 +335,37 @@ def _apply_template(
             "renders it, or use --no-apply-chat-template"
         )
     return text
+
+
+def render_calls(messages: list[Message], render: Callable[[list[Message]], str]) -> tuple[list[Message], str]:
+    """Return the messages in the form that the template renders, and the rendering.
+
+    Tool arguments become JSON text if the template joins them to a text or writes a mapping as Python does.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    if not calls:
+        return messages, render(messages)
+    arguments = [call.get("function", call).get("arguments") for call in calls]
+    try:
+        text = render(messages)
+        if not any(isinstance(a, Mapping) and str(a) in text and json.dumps(a) not in text for a in arguments):
+            return messages, text
+    except (DataError, TemplateError, ValueError, TypeError):
+        pass
+    messages = [_with_json_arguments(message) for message in messages]
+    return messages, render(messages)
+
+
+def _with_json_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+
+    def changed(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        inner = call.get("function", call)
+        inner = {**inner, "arguments": json.dumps(inner.get("arguments", {}), ensure_ascii=False)}
+        return {**call, "function": inner} if "function" in call else inner
+
+    return {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
 
 
 def _prepend_system_prompt(system_prompt: str, messages: list[Message]) -> list[Message]:

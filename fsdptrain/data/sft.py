@@ -13,7 +13,7 @@ from fsdptrain.config.sft import LossOn
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
-from fsdptrain.data.sft_forms import Conversation, Text, Unusable, UnusableRowError
+from fsdptrain.data.sft_forms import THOUGHTS, Conversation, Text, Unusable, UnusableRowError
 from fsdptrain.data.sft_masks import ConversationEncoder
 from fsdptrain.data.text import plain_tokens
 from fsdptrain.errors import ConfigError, DataError
@@ -150,11 +150,12 @@ def _episode(prompt: Prompt) -> Sequence[Message]:
     if not isinstance(label, list):
         return [{"role": "assistant", "content": str(label)}]
     is_episode = all(isinstance(m, Mapping) and m.get("role") and isinstance(m.get("content"), str) for m in label)
-    if any(isinstance(m, Mapping) and m.get("tool_calls") for m in label):  # their text depends on the template
-        raise DataError(
-            f"--label-key: the response of row {prompt.id} has tool_calls, which only the chat template can render: "
-            "write the whole conversation into one column `messages`, see docs/sft.md"
-        )
+    for name in ("tool_calls", *THOUGHTS):  # their text depends on the template
+        if any(isinstance(m, Mapping) and m.get(name) for m in label):
+            raise DataError(
+                f"--label-key: the response of row {prompt.id} has {name}, which only the chat template can render: "
+                "write the whole conversation into one column `messages`, see docs/sft.md"
+            )
     is_assistant = [_is_model(message) for message in label] if is_episode else []
     if not is_episode or not (is_assistant[0] and is_assistant[-1]) or any(a and b for a, b in pairwise(is_assistant)):
         raise UnusableRowError(

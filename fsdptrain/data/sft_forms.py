@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]  # a row of a table, by column
 _KNOWN = "messages; prompt with completion or label; text"
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by the template
 _WEIGHTS = ("weight", "train", "training")
 _CONVERTED = {"conversations": "ShareGPT", "instruction": "Alpaca"}  # column -> form that users convert
 
@@ -135,7 +136,7 @@ def _messages(values: Values, column: str) -> tuple[list[Message], Conversation]
     value = without_none(values.get(column))
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
         raise UnusableRowError("no messages", f"the column {column} holds {value!r:.60}, not a list of messages")
-    messages = [_as_message(message) for message in value]
+    messages = [as_message(message) for message in value]
     return messages, Conversation(messages, _as_tools(values.get("tools")))
 
 
@@ -146,7 +147,8 @@ def _text(values: Values, column: str) -> tuple[str, Text]:
     return text, Text(text)
 
 
-def _as_message(message: Mapping[str, Any]) -> Message:
+def as_message(message: Mapping[str, Any], *, parts: bool = False) -> Message:
+    """Return a message as chat templates expect it. parts: content that is a list stays one, for images."""
     role, calls = message.get("role"), message.get("tool_calls") or []
     if not isinstance(role, str):
         raise UnusableRowError("unknown role", f"a message has the role {role!r}")
@@ -155,7 +157,8 @@ def _as_message(message: Mapping[str, Any]) -> Message:
     if message.get("content") is None and not calls:
         raise UnusableRowError("no content", f"a message of {role} has no content: it has {', '.join(message)}")
     others = {name: value for name, value in message.items() if name != "tool_calls"}
-    found = {**others, "content": _plain_content(message.get("content"))}
+    content = message.get("content")
+    found = {**others, "content": content if parts and isinstance(content, list) else _plain_content(content)}
     return found | {"tool_calls": [_as_call(call) for call in calls]} if calls else found
 
 

@@ -5,10 +5,9 @@ messages before and up to it; both renderings must be prefixes of the whole one,
 approximate mask: a turn whose bounds are unknown, or lie within a token, raises UnusableRowError.
 """
 
-import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,10 +17,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import LossOn
-from fsdptrain.data.prompts import check_template, system_prompt_of, template_reason
-from fsdptrain.data.sft_forms import Conversation, UnusableRowError
+from fsdptrain.data.prompts import check_template, render_calls, system_prompt_of, template_reason
+from fsdptrain.data.sft_forms import THOUGHTS, Conversation, UnusableRowError
 from fsdptrain.errors import ConfigError
-from fsdptrain.types import Message
 
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIX = "use a template with generation tags, or --sft-loss-on last or all"
@@ -74,22 +72,13 @@ class ConversationEncoder:
 
     def _with_arguments(self, conversation: Conversation) -> tuple[Conversation, str]:
         """Return the conversation, with tool arguments as JSON text if the template writes a mapping as Python does."""
-        calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
-        if not calls:
-            return conversation, self._render(conversation)
-        arguments = [call.get("function", call)["arguments"] for call in calls]
-        try:
-            text = self._render(conversation)
-            if not any(isinstance(a, Mapping) and str(a) in text and json.dumps(a) not in text for a in arguments):
-                return conversation, text
-        except UnusableRowError:  # some templates join the arguments to a text
-            pass
-        messages = [_with_json_arguments(message) for message in conversation.messages]
-        conversation = replace(conversation, messages=messages)
-        return conversation, self._render(conversation)
+        messages, text = render_calls(
+            conversation.messages, lambda messages: self._render(replace(conversation, messages=messages))
+        )
+        return replace(conversation, messages=messages), text
 
     def _check_is_shown(self, conversation: Conversation, text: str) -> None:
-        """Raise UnusableRowError if the template omits tools, tool calls or tool results."""
+        """Raise UnusableRowError if the template omits tools, tool calls, tool results or reasoning."""
         messages = conversation.messages
         marks = {index: f"result{index}of{len(text)}" for index, m in enumerate(messages) if m["role"] == "tool"}
         marked = [{**m, "content": m["content"] + marks.get(index, "")} for index, m in enumerate(messages)]
@@ -101,6 +90,13 @@ class ConversationEncoder:
             raise UnusableRowError(
                 "tools", "the chat template does not show tool_calls: use the template of a model with tools"
             )
+        for name in THOUGHTS:
+            silent = [{key: value for key, value in m.items() if key != name} for m in messages]
+            if silent != messages and self._other(replace(conversation, messages=silent)) == text:
+                raise UnusableRowError(
+                    "reasoning",
+                    f"the chat template does not show {name}: write it into content, in <think></think>, or remove it",
+                )
         if conversation.tools and self._other(replace(conversation, tools=None)) == text:
             raise UnusableRowError(
                 "tools", "the chat template does not show tools: use the template of a model with tools"
@@ -199,15 +195,3 @@ class ConversationEncoder:
     @cached_property
     def _has_tags(self) -> bool:
         return _TAGS.search(self._template) is not None
-
-
-def _with_json_arguments(message: Message) -> Message:
-    if "tool_calls" not in message:
-        return message
-
-    def changed(call: Mapping[str, Any]) -> Mapping[str, Any]:
-        inner = call.get("function", call)
-        inner = {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
-        return {**call, "function": inner} if "function" in call else inner
-
-    return {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}

@@ -153,15 +153,21 @@ def folder_of(path: Path) -> Path:
 def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message]:
     if isinstance(prompt, str):
         return prompt
+    from fsdptrain.data.sft_forms import as_message, without_none
+
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
     if not is_chat or not all(
-        isinstance(m.get("role"), str) and isinstance(m.get("content"), str | list) for m in prompt
+        isinstance(m.get("role"), str) and (isinstance(m.get("content"), str | list) or m.get("tool_calls"))
+        for m in prompt
     ):
         raise DataError(
             f"--input-key {column}: row {row_id}, counted from 0, holds {str(prompt)[:80]!r}; "
             "a prompt is a text or a list of messages with role and content"
         )
-    return prompt
+    try:
+        return [as_message(message, parts=True) for message in without_none(prompt)]
+    except DataError as error:
+        raise DataError(f"--input-key {column}: row {row_id}, counted from 0: {error}") from error
 
 
 def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: str) -> None:

@@ -1,12 +1,13 @@
 """Extraction of final answers from responses."""
 
+import re
 from typing import Any
 
 from fsdptrain.types import Prompt
 
 OPEN, CLOSE = "<answer>", "</answer>"
 THINK, THOUGHT = "<think>", "</think>"
-BOXED = "\\boxed{"
+BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def labels_of(prompt: Prompt) -> list[Any]:
@@ -26,28 +27,33 @@ def spoken(prompt: Prompt, response: str) -> str:
 
 
 def extract_answer(text: str) -> str:
-    """Return the last <answer>...</answer> of `spoken` text, else the last \\boxed{...}, else all of it, stripped."""
+    """Return the last <answer>...</answer> of `spoken` text, else the last box, else all of it, stripped.
+
+    A box is \\boxed{...} or \\fbox{...}.
+    """
     found = find_answer(text)
     return text.strip() if found is None else found
 
 
 def find_answer(text: str) -> str | None:
-    """Extract the answer like `extract_answer`, but return None if none is marked. Unclosed marks do not count."""
+    """Extract the answer like `extract_answer`, but return None if none is marked. Unclosed marks do not count.
+
+    A box that is all of an answer in tags is a mark too.
+    """
     close = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, close) if close >= 0 else -1
     if start >= 0:
-        return text[start + len(OPEN) : close].strip()
+        answer = text[start + len(OPEN) : close].strip()
+        box = BOXED.match(answer)
+        content = _up_to_closing_brace(answer, box.end()) if box else None
+        is_whole = box is not None and content is not None and box.end() + len(content) + 1 == len(answer)
+        return content.strip() if content is not None and is_whole else answer
     return _last_boxed(text)
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind(BOXED)
-    while start >= 0:
-        content = _up_to_closing_brace(text, start + len(BOXED))
-        if content is not None:
-            return content.strip()
-        start = text.rfind(BOXED, 0, start)
-    return None
+    boxes = (_up_to_closing_brace(text, box.end()) for box in reversed([*BOXED.finditer(text)]))
+    return next((content.strip() for content in boxes if content is not None), None)
 
 
 def _up_to_closing_brace(text: str, start: int) -> str | None:

@@ -14,6 +14,7 @@ from fsdptrain.data.held_out import split_rows
 from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
 from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
+from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Prompt
 from tests.testing import tiny_tokenizer
@@ -84,6 +85,22 @@ def test_a_template_may_raise_anything(template: str, system_prompt: str) -> Non
     with pytest.raises(DataError, match="the chat template of --hf-checkpoint cannot render row r: ") as caught:
         text_of(with_template(template), "x", system_prompt=system_prompt)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [{"a": 2, "b": None}, '{"a": 2}'])
+@pytest.mark.parametrize(
+    "shown", ["{{ call.arguments | tojson }}", "{{ call.arguments }}", "{{ '' + call.arguments }}"]
+)
+def test_earlier_tool_calls_have_the_form_that_the_template_renders(arguments: Any, shown: str) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}"
+        f"{{{{ call.name }}}}({shown}){{% endfor %}}{{% endfor %}}"
+    )
+    call = {"name": "add", "arguments": arguments}
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    [row] = as_rows([{"prompt": [*chat, {"role": "tool", "content": "4"}], "label": 4}], DataConfig(prompt_data="x"))
+    text = make_prompt(row, with_template(template), data=DataConfig(prompt_data="x")).text
+    assert text == '[user]2+2?[assistant]add({"a": 2})[tool]4'
 
 
 def test_a_missing_template_is_an_error_with_the_flag(tokenizer: Any) -> None:

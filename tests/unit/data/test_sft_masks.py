@@ -131,6 +131,7 @@ MULTI_TURN = CHAT[1:]
     ("values", "template", "kind", "message"),
     [
         ({"messages": CALLS}, CHAT_TEMPLATE, "tools", "does not show tool_calls"),
+        ({"messages": [CHAT[1], say("assistant", "1", reasoning="x")]}, CHAT_TEMPLATE, "reasoning", "show reasoning"),
         ({"messages": CHAT, "tools": [TOOL]}, CHAT_TEMPLATE, "tools", "does not show tools"),
         ({"messages": CALLS}, WITH_TOOLS.replace("{{ m['content'] }}", ""), "tools", "messages of the role tool"),
         (

@@ -39,6 +39,12 @@ OPEN_ENDED = (
 )
 # Cohere: two tokens end a turn
 TWO_ENDS = CHATML.replace("<|im_end|>\n", "<|stop|><|im_end|>\n")
+# Mistral and gpt-oss: a result needs the id or the name of its call
+WITH_CALLS = CHATML.replace(
+    "user\n<tool_response>\n{{ m.content }}\n</tool_response>",
+    "{% set call = messages[loop.index0 - 1].tool_calls[0] %}{% if call.id != m.tool_call_id %}"
+    "{{ raise_exception('no call') }}{% endif %}{{ call.function.name }}:{{ m.content }}",
+)
 TEMPLATES = {"chatml": CHATML, "thinking": THINKING, "strict": STRICT, "deaf": DEAF, "two_ends": TWO_ENDS}
 
 
@@ -99,6 +105,21 @@ AFTER_CHATML = "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 )
 def test_text_between_turns_follows_the_last_sampled_token(template: str, last: str, text: str) -> None:
     assert between(template, "hi", last=last) == text
+
+
+@pytest.mark.parametrize(
+    ("calls", "result", "name"),
+    [
+        ((), {"content": "4"}, "tool"),
+        ((), {"content": "4", "name": "add"}, "add"),
+        ([{"id": "a", "function": {"name": "add", "arguments": {}}}], {"content": "4", "tool_call_id": "a"}, "add"),
+    ],
+)
+def test_a_tool_result_is_shown_as_the_answer_to_a_call(calls, result: dict[str, str], name: str) -> None:
+    renderer = TurnRenderer(tokenizer_with(WITH_CALLS), data=DataConfig())
+    end = renderer.tokenizer.convert_tokens_to_ids("<|eom|>")
+    ids = renderer.between([{"role": "tool", **result}], last_token=end, calls=calls)
+    assert renderer.tokenizer.decode(ids) == f"\n<|im_start|>{name}:4<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_template_that_rejects_the_observation_is_an_error():
