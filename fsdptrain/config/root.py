@@ -87,10 +87,6 @@ class Config(BaseModel):
         key = all_keys().get(flat)
         return None if key is None else key.value(self)
 
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return section -> name -> value."""
-        return {name: self.named(name).model_dump() for name in all_sections()}
-
     def with_values(self, **values: Any) -> "Config":
         """Return a copy with other values, by flat key. Checks neither values nor combinations."""
         changes: dict[str, dict[str, Any]] = {}

@@ -28,33 +28,6 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
 
-class Table(Protocol):
-    """Input of `tables.as_rows`: a `datasets.Dataset` or a list of mappings."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
-
-
-def plain(value: Any) -> Any:
-    """Return nested data with arrays and tensors, of `datasets` in another format, as Python values."""
-    if isinstance(value, Mapping):
-        return {name: plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [plain(inner) for inner in value]
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def value_in(values: Mapping[str, Any], column: str) -> Any:
-    """Return the value of `column`, or of `column.key` in a column of mappings. None if there is no such value."""
-    if column in values:
-        return values[column]
-    found: Any = values
-    for key in column.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
-
-
 def content_hash(row: Row) -> str:
     """Hash the prompt and images of a row, ignoring id, label and form (a string equals one user message)."""
     messages = as_messages(row.prompt)

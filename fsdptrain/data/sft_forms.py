@@ -8,7 +8,8 @@ from typing import Any
 
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
-from fsdptrain.data.rows import Row, plain, value_in
+from fsdptrain.data.rows import Row
+from fsdptrain.data.tables import plain, value_in
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message
 

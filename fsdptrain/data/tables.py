@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.images import as_images
-from fsdptrain.data.rows import Row, Rows, Table, plain, value_in
+from fsdptrain.data.rows import Row, Rows
 from fsdptrain.data.sources import first_line
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 ReadRow = Callable[[Mapping[str, Any], str], Row]  # (values by column, id of the row)
 _NO_TOOLS = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+
+
+class Table(Protocol):
+    """Input of `tables.as_rows`: a `datasets.Dataset` or a list of mappings."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 def load_table_rows(
@@ -309,3 +317,22 @@ def _load_saved(path: Path, split: str, flag: str) -> "datasets.Dataset":
     if split not in saved:
         raise DataError(f"{flag} {path}?split={split}: it has only {', '.join(map(str, saved))}")
     return saved[split]
+
+
+def plain(value: Any) -> Any:
+    """Return nested data with arrays and tensors, of `datasets` in another format, as Python values."""
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def value_in(values: Mapping[str, Any], column: str) -> Any:
+    """Return the value of `column`, or of `column.key` in a column of mappings. None if there is no such value."""
+    if column in values:
+        return values[column]
+    found: Any = values
+    for key in column.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found

@@ -23,7 +23,7 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.export_folder import MARKER, publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.fsdp.stream import stream_weights
-from fsdptrain.model.loading.files import stored_dtype, weight_files
+from fsdptrain.model.loading.files import weight_files
 from fsdptrain.model.loading.formats import read_config
 
 log = logging.getLogger(__name__)
@@ -189,3 +189,10 @@ def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset(), stop: 
 
 def _is_weights(path: Path) -> bool:
     return path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+
+
+def stored_dtype(path: Path) -> str | None:
+    """Return the weight dtype that config.json declares, e.g. `bfloat16`, or None."""
+    config = read_config(path)
+    name = config.get("dtype") or config.get("torch_dtype")  # `torch_dtype` is the older name
+    return name if isinstance(name, str) and name != "auto" else None

@@ -71,17 +71,6 @@ def shard_model(
     _set_prefetch([module for module in (model, *inside) if isinstance(module, FSDPModule)])
 
 
-def largest_shard(parameter: nn.Parameter, num_shards: int, *, parts: int = 1) -> int:
-    """Return the number of elements of the largest shard of `parameter`, first split into `parts` along dim 0."""
-    if not parameter.dim():
-        return parameter.numel()
-    placement = expert_placement(num_shards, parts=parts)(parameter)
-    shape = list(parameter.shape)
-    for dim, count in ((0, parts), (0 if placement is None else placement.dim, num_shards)):
-        shape[dim] = math.ceil(shape[dim] / count)
-    return math.prod(shape)
-
-
 def split_experts(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose experts are split over the expert axis. Call it before sharding."""
     return [module for module in model.modules() if any(_is_split(p, EXPERT) for p in module.parameters(recurse=False))]

@@ -21,7 +21,7 @@ from fsdptrain.config import Config
 from fsdptrain.config.checks import check
 from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
-from fsdptrain.fsdp.wrap import largest_shard
+from fsdptrain.fsdp.wrap import expert_placement
 from fsdptrain.memory.activations import activation_memory, cache_bytes
 from fsdptrain.model.structure import is_of_adapter, num_fused_experts, repeated_layers
 from fsdptrain.platform import GIB
@@ -217,13 +217,13 @@ class Shapes:
 
     def gathered_elements(self, parameter: nn.Parameter) -> int:
         """Return the elements that a rank holds while the parameter is gathered."""
-        return largest_shard(parameter, 1, parts=self._parts(parameter))
+        return _largest_shard(parameter, 1, parts=self._parts(parameter))
 
     def shard(self, parameter: nn.Parameter) -> int:
         """Return the elements of the largest shard."""
         of_experts = parameter in self._expert_parameters
         split = self._parts(parameter) if of_experts else self._tensor
-        return largest_shard(parameter, max(1, self.num_shards // split), parts=self._parts(parameter))
+        return _largest_shard(parameter, max(1, self.num_shards // split), parts=self._parts(parameter))
 
     def _parts(self, parameter: nn.Parameter) -> int:
         """Return the number of ranks over which the parameter is split before FSDP shards the part."""
@@ -315,3 +315,14 @@ def _flag(flag: str, value: Any) -> str:
 def _rounded(sizes: Iterable[float]) -> int:
     """Sum pinned buffers: torch allocates each in a power of two."""
     return sum(1 << (math.ceil(size) - 1).bit_length() for size in sizes if size)
+
+
+def _largest_shard(parameter: nn.Parameter, num_shards: int, *, parts: int = 1) -> int:
+    """Return the number of elements of the largest shard of `parameter`, first split into `parts` along dim 0."""
+    if not parameter.dim():
+        return parameter.numel()
+    placement = expert_placement(num_shards, parts=parts)(parameter)
+    shape = list(parameter.shape)
+    for dim, count in ((0, parts), (0 if placement is None else placement.dim, num_shards)):
+        shape[dim] = math.ceil(shape[dim] / count)
+    return math.prod(shape)

@@ -46,12 +46,6 @@ def sampling_params(config: Config, **changes: Any) -> SamplingParams:
     return SamplingParams(**values | changes)
 
 
-def seed_of(seed: int, prompt_id: str, index: int) -> int:
-    """The seed of one request, independent of the other requests. 63 bits."""
-    digest = hashlib.blake2b(f"{seed}/{index}/{prompt_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def sample(
     logits: Tensor, uniforms: Tensor, *, temperature: float, truncation: Truncation = UNTRUNCATED
 ) -> tuple[Tensor, Tensor]:

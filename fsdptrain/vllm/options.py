@@ -1,6 +1,7 @@
 """vLLM's options and sampling parameters that follow from the configuration, in the process and for servers."""
 
 import base64
+import hashlib
 import io
 import math
 import os
@@ -16,7 +17,6 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.loading.meta import model_config
-from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.types import Prompt, SamplingParams
 from fsdptrain.vllm.config import VllmConfig
 
@@ -104,7 +104,7 @@ def sampling_options(
         "stop_token_ids": sorted({*stop_token_ids, *sampling.stop_token_ids}),
         "ignore_eos": True,  # `stop_token_ids` alone end a response
         "logprobs": 0,  # of the sampled token only
-        "seed": seed_of(sampling.seed, prompt.id, index),
+        "seed": _seed_of(sampling.seed, prompt.id, index),
         "detokenize": False,
     }
 
@@ -116,3 +116,9 @@ def routes_of(experts: "np.ndarray | str | None") -> Tensor | None:
     if isinstance(experts, str):
         experts = np.load(io.BytesIO(base64.b64decode(experts)), allow_pickle=False)
     return torch.from_numpy(np.asarray(experts).astype(np.int16))
+
+
+def _seed_of(seed: int, prompt_id: str, index: int) -> int:
+    """The seed of one request, independent of the other requests. 63 bits."""
+    digest = hashlib.blake2b(f"{seed}/{index}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

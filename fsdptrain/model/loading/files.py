@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdptrain.distributed import gather, raise_on_all_ranks, run_long
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.loading.formats import read_config, with_config
+from fsdptrain.model.loading.formats import with_config
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +52,6 @@ def named_in_errors(source: str) -> Iterator[None]:
         text = str(error)
         found = text.removeprefix("--hf-checkpoint")
         raise CheckpointError(text if found == text else source + found) from error
-
-
-def stored_dtype(path: Path) -> str | None:
-    """Return the weight dtype that config.json declares, e.g. `bfloat16`, or None."""
-    config = read_config(path)
-    name = config.get("dtype") or config.get("torch_dtype")  # `torch_dtype` is the older name
-    return name if isinstance(name, str) and name != "auto" else None
 
 
 def weight_files(path: Path) -> list[Path]:
