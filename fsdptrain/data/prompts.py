@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -191,20 +191,6 @@ def permutation(count: int, key: str | None) -> torch.Tensor:
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randperm(count, generator=generator)
-
-
-def make_prompts(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    data: DataConfig,
-    max_prompt_len: int | None = None,
-    processor: "PromptProcessor | None" = None,
-) -> list[Prompt]:
-    """Make prompts of all rows with at most `max_prompt_len` tokens, in order, for evaluation."""
-    check_template(tokenizer, data)
-    prompts = [make_prompt(row, tokenizer, data=data, processor=processor) for row in rows]
-    return [p for p in prompts if max_prompt_len is None or len(p.token_ids) <= max_prompt_len]
 
 
 def make_prompt(

@@ -18,13 +18,6 @@ class RewardResults:
     num_unscored: int
     first_error: str | None  # error of the first unscored response; None if all were scored
 
-    def __add__(self, other: "RewardResults") -> "RewardResults":
-        return RewardResults(
-            [*self.results, *other.results],
-            self.num_unscored + other.num_unscored,
-            self.first_error or other.first_error,
-        )
-
 
 def compute_rewards(reward: ParallelReward, prompts: Sequence[Prompt], texts: Sequence[str]) -> RewardResults:
     """Score `texts[i]` as a response to `prompts[i]`. Call it once per rank for a rollout or round.

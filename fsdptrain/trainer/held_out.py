@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import Config
 from fsdptrain.config.sft import sft_options
 from fsdptrain.data.held_out import split_rows
-from fsdptrain.data.prompts import make_prompts
+from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row, Rows
 from fsdptrain.data.sources import load_rows
 from fsdptrain.types import Prompt
@@ -54,7 +54,8 @@ def held_out_prompts(
 ) -> list[Prompt]:
     """Return the prompts to generate responses for, none longer than the prompt limit."""
     budget = config.prompt_budget
-    prompts = make_prompts(rows, tokenizer, data=config.data, max_prompt_len=budget, processor=processor)
+    made = [make_prompt(row, tokenizer, data=config.data, processor=processor) for row in rows]
+    prompts = [prompt for prompt in made if len(prompt.token_ids) <= budget]
     if len(prompts) < len(rows):
         line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
         log.warning(line, len(rows) - len(prompts), len(rows), budget)

@@ -1,6 +1,7 @@
-"""Responses to prompts from Python, with the engine of an open run."""
+"""Responses to prompts and evaluations from Python, with the engine of an open run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fsdptrain.data.prompts import make_prompt
@@ -11,6 +12,7 @@ from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.samples.single_turn import text_of
 from fsdptrain.trainer.samples.source import own_share
+from fsdptrain.types import Metrics
 
 
 def generate_texts(
@@ -24,7 +26,8 @@ def generate_texts(
 ) -> list[list[str]]:
     """Generate `num_samples` texts per prompt. Each rank generates for its share of the prompts. Collective."""
     config = loop.config
-    assert loop.weight_sync is not None
+    if loop.weight_sync is None:
+        raise ConfigError("generate() needs an engine, which --algorithm sft has not")
     engine = loop.weight_sync.engine
     if num_samples < 1:
         raise ConfigError(f"generate(num_samples={num_samples}) must be 1 or more")
@@ -38,8 +41,27 @@ def generate_texts(
         ]
         data = loop.stream.data  # with the system prompt of the run
         made = [make_prompt(row, loop.tokenizer, data=data) for row in rows]
-    with raise_on_all_ranks(RolloutError, "generate"):
+    with _current_weights(loop), loop.phases("eval"), raise_on_all_ranks(RolloutError, "generate"):
         completions = engine.generate(own_share(made), sampling)
         texts = [text_of(completion, loop.tokenizer) for completion in completions]
     everywhere = [text for of_rank in gather(texts) for text in of_rank]
     return [everywhere[i : i + num_samples] for i in range(0, len(everywhere), num_samples)]
+
+
+def evaluate(loop: TrainingLoop) -> Metrics:
+    """Evaluate the current weights. Returns the metrics. Raises ConfigError if there are no held-out rows."""
+    if loop.evaluation is None:
+        raise ConfigError("evaluate() needs held-out rows: set --eval-size or --eval-prompt-data, --eval-interval")
+    with _current_weights(loop):
+        loop.evaluate()
+    return {name: value for name, value in loop.metrics.items() if name.startswith("eval/")}
+
+
+@contextmanager
+def _current_weights(loop: TrainingLoop) -> Iterator[None]:
+    """Push the weights to the engine, if there is one. On exit it sleeps again if it slept before."""
+    if loop.weight_sync is not None:
+        loop.weight_sync.push(loop.step, loop.phases)
+    yield
+    if loop.asleep and loop.weight_sync is not None:
+        loop.weight_sync.engine.sleep()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, in_epochs, pack_rollout
@@ -60,7 +60,7 @@ class TrainingLoop:
     stopped: str = ""  # why the run has ended early
     stop_signal: int | None = None  # which signal has ended it
     exported: Path | None = None
-    _asleep: bool = False  # the engine, between a rollout and the next sync
+    asleep: bool = False  # the engine, between a rollout and the next sync
 
     def __post_init__(self) -> None:
         config, backend = self.config, self.backend
@@ -94,7 +94,7 @@ class TrainingLoop:
             self._push_weights()
             self._start_rollouts()
         if self.step == 0 or not self.config.run.num_rollout:
-            self._evaluate()
+            self.evaluate()
         with self._progress.checkpoints or nullcontext() as checkpoints:
             while self.step < self.config.run.num_rollout and not self._must_stop():
                 with self._profiler(self.step + 1):
@@ -104,7 +104,7 @@ class TrainingLoop:
                     checkpoints.check()
                 ends = self._progress.is_last or (self._must_stop() and self.stop_signal is None)
                 if ends or (self._progress.is_evaluation_due and not self.stopped):
-                    self._evaluate()
+                    self.evaluate()
                 if self._progress.is_checkpoint_due:
                     self._save()
             if self.stopped:
@@ -113,32 +113,6 @@ class TrainingLoop:
                 with self.phases("save"):
                     self.backend.export(self.folder / EXPORT)
                 self.exported = self.folder / EXPORT
-
-    def evaluate(self) -> Metrics:
-        """Evaluate the current weights. Returns the metrics. Raises ConfigError if there are no held-out rows."""
-        if self.evaluation is None:
-            raise ConfigError("evaluate() needs held-out rows: set --eval-size or --eval-prompt-data, --eval-interval")
-        with self._with_current_weights():
-            self._evaluate()
-        return {name: value for name, value in self.report.last.items() if name.startswith("eval/")}
-
-    def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], **sampling: Any) -> list[list[str]]:
-        """Generate texts with the current weights. Raises ConfigError if the run has no engine."""
-        if self.weight_sync is None:
-            raise ConfigError("generate() needs an engine, which --algorithm sft has not")
-        from fsdptrain.trainer.interactive import generate_texts
-
-        with self._with_current_weights(), self.phases("eval"):
-            return generate_texts(self, prompts, **sampling)
-
-    @contextmanager
-    def _with_current_weights(self) -> Iterator[None]:
-        """Push the weights to the engine, if there is one. On exit it sleeps again if it slept before."""
-        if self.weight_sync is not None:
-            self.weight_sync.push(self.step, self.phases)
-        yield
-        if self._asleep and self.weight_sync is not None:
-            self.weight_sync.engine.sleep()
 
     def _must_stop(self) -> bool:
         if not self.stopped and self.stop.on_any_rank():
@@ -183,7 +157,7 @@ class TrainingLoop:
                 )
                 if self.weight_sync is not None:
                     self.weight_sync.engine.sleep()
-                    self._asleep = True
+                    self.asleep = True
         self.phases.seconds.update(rollout.seconds)
         self.phases.seconds["idle"] = self.phases.seconds["collect"] if self.source.in_flight else 0.0
         if rollout.results is not None:  # after `raise_on_all_ranks`: it is collective
@@ -201,7 +175,7 @@ class TrainingLoop:
         generates = self.config.algorithm.algorithm != "sft" and self.step < self.config.run.num_rollout
         if self.weight_sync is not None and (generates or self._evaluates_now):
             self.weight_sync.push(self.step, self.phases)
-            self._asleep = False
+            self.asleep = False
 
     def _start_rollouts(self) -> None:
         """Start the rollouts that the new weights allow."""
@@ -212,7 +186,7 @@ class TrainingLoop:
     def _evaluates_now(self) -> bool:
         return self.evaluation is not None and self._progress.is_evaluation_due
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         if self.evaluation is None:
             return
         with self.phases("eval"):

@@ -1,12 +1,10 @@
 """Values that depend on the machine, the tokenizer or the environment: what runs, and what config.yaml holds."""
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import get_json_schema
 
 from fsdptrain import platform
 from fsdptrain.config import Config, DataConfig
@@ -61,29 +59,13 @@ def resolve(config: Config, tokenizer: PreTrainedTokenizerBase, environment: "Lo
     Resolving it again changes nothing, so a run resumes with the same values. Collective.
     """
     with raise_on_all_ranks(ConfigError, "--environment"):
-        values = _instructions(config, environment) if environment is not None else {}
+        values = environment.values_for(config) if environment is not None else {}
     config = config.with_values(**values)
     config = config.with_values(**_thinking_mode(config, tokenizer))
     if not config.generates or config.rollout.engine != "auto":
         return config
     name = "hf" if config.has(Fact.EMBEDDED_ENGINE) else choose_engine("auto", device_type=platform.device_type())
     return _without_idle(config.with_values(rollout_engine=name))
-
-
-def _instructions(config: Config, environment: "LoadedEnvironment") -> dict[str, Any]:
-    """Return the environment's system prompt, unless the user set one, and its tools."""
-    values: dict[str, Any] = {}
-    if environment.system_prompt is not None and config.data.system_prompt == "auto":
-        values["system_prompt"] = environment.system_prompt
-    if environment.tools and config.data.apply_chat_template:
-        schemas = [get_json_schema(tool) if callable(tool) else tool for tool in environment.tools]
-        try:
-            tools = json.loads(json.dumps(schemas))
-        except TypeError as error:
-            name = config.environment.environment
-            raise ConfigError(f"--environment {name}: its tools must be JSON schemas: {error}") from error
-        values["chat_template_kwargs"] = {**config.data.chat_template_kwargs, "tools": tools}
-    return values
 
 
 def _thinking_mode(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

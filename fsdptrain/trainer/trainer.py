@@ -166,8 +166,11 @@ class Trainer:
         Returns `num_samples` texts per prompt, without the tokens that ended them.
         Raises ConfigError if the run has no engine.
         """
+        from fsdptrain.trainer.interactive import generate_texts
+
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
-        return self._opened().generate(
+        return generate_texts(
+            self._opened(),
             cast("Sequence[str | Messages]", [prompts] if single else prompts),
             num_samples=num_samples,
             max_tokens=max_tokens,
@@ -180,7 +183,9 @@ class Trainer:
 
         Raises ConfigError if the run has no held-out rows.
         """
-        return self._opened().evaluate()
+        from fsdptrain.trainer.interactive import evaluate
+
+        return evaluate(self._opened())
 
     def stop(self, reason: str = "a callback") -> None:
         """End training after the current step, with an evaluation, a checkpoint and the exported model.

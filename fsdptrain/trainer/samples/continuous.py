@@ -18,8 +18,8 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rollout.in_flight import InFlightEngine, SteppedEngine
 from fsdptrain.trainer.phases import Stopwatch
-from fsdptrain.trainer.samples.selection import GroupResult, Selection, SelectionRules, group_result
-from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound
+from fsdptrain.trainer.samples.selection import GroupResult, Selection, SelectionRules, group_result, joined, only
+from fsdptrain.trainer.samples.single_turn import GenerationRound
 from fsdptrain.trainer.samples.source import RolloutBatch, RolloutSource, images_of, sampling_at
 from fsdptrain.types import Metrics, Prompt
 
@@ -83,14 +83,14 @@ class ContinuousSource(RolloutSource):
     def collect(self, step: int) -> RolloutBatch:
         watch = Stopwatch()
         selection, taken = Selection(self.rules or SelectionRules(), wanted=self.num_prompts), list[Group]()
-        made, own = NOTHING, dist.get_rank()
+        rounds, own = list[GenerationRound](), dist.get_rank()
         self.run_ahead(step)
         self._exchange()
         while True:
             judged = self._judge(selection, taken)
-            made += sum_of([group for group in judged if group.owner == own], kept=taken)
+            rounds += [result_of(group, kept=group in taken) for group in judged if group.owner == own]
             if len(selection.generated) >= self.num_prompts:
-                self.check_rewards(made.results)
+                self.check_rewards(joined(rounds).results)
             if not selection.needs_round:
                 break
             self._replace_dropped(step, selection, len(taken))
@@ -103,7 +103,7 @@ class ContinuousSource(RolloutSource):
         for group in taken:
             longest |= {stage: max(longest[stage], group.watch.seconds.get(stage, 0.0)) for stage in longest}
         return self.batch(
-            made,
+            joined(rounds),
             images=images_of([group.prompt for group in taken]),
             seconds={**longest, **watch.seconds},
             metrics=selection.metrics() | self._slot_metrics(),
@@ -191,13 +191,10 @@ class ContinuousSource(RolloutSource):
         }
 
 
-def sum_of(groups: Sequence[Group], *, kept: Sequence[Group]) -> GenerationRound:
-    """Join the samples of `groups`; of those not in `kept`, only the rewards."""
-    made = NOTHING
-    for group in groups:
-        assert group.work is not None
-        made += group.work.result() if group in kept else group.work.result().only(())
-    return made
+def result_of(group: Group, *, kept: bool) -> GenerationRound:
+    """Return the samples and rewards of a finished group; only the rewards if it is not kept."""
+    assert group.work is not None
+    return group.work.result() if kept else only((), group.work.result())
 
 
 def assign(count: int, open_groups: Sequence[int]) -> list[int]:

@@ -1,13 +1,16 @@
 """Load the environment selected by `--environment`."""
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from transformers.utils import get_json_schema
+
 from fsdptrain import registry
-from fsdptrain.config import EnvironmentConfig
+from fsdptrain.config import Config, EnvironmentConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Environment
 from fsdptrain.types import Prompt
@@ -38,6 +41,21 @@ class LoadedEnvironment:
     @property
     def is_agent(self) -> bool:
         return isinstance(self.environment, Agent)
+
+    def values_for(self, config: Config) -> dict[str, Any]:
+        """Return the options that it sets: its system prompt, unless the user has set one, and its tools."""
+        values: dict[str, Any] = {}
+        if self.system_prompt is not None and config.data.system_prompt == "auto":
+            values["system_prompt"] = self.system_prompt
+        if self.tools and config.data.apply_chat_template:
+            schemas = [get_json_schema(tool) if callable(tool) else tool for tool in self.tools]
+            try:
+                tools = json.loads(json.dumps(schemas))
+            except TypeError as error:
+                name = config.environment.environment
+                raise ConfigError(f"--environment {name}: its tools must be JSON schemas: {error}") from error
+            values["chat_template_kwargs"] = {**config.data.chat_template_kwargs, "tools": tools}
+        return values
 
 
 def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:

@@ -7,15 +7,16 @@ stream order, so the prompts drawn, kept and dropped do not depend on the number
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
 from fsdptrain.distributed import gather
 from fsdptrain.errors import RolloutError
+from fsdptrain.rewards.results import RewardResults
 from fsdptrain.trainer.phases import Stopwatch
-from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound
+from fsdptrain.trainer.samples.single_turn import GenerationRound
 from fsdptrain.trainer.samples.source import RolloutSource, own_share, sampling_at
 from fsdptrain.types import Images, Metrics, Prompt, Sample
 
@@ -138,15 +139,45 @@ def select_groups(
     source: RolloutSource, rules: SelectionRules, step: int, watch: Stopwatch, images: dict[str, Images]
 ) -> tuple[GenerationRound, Metrics]:
     """Generate rounds until enough groups are kept. Returns their samples on this rank, and metrics. Collective."""
-    selection, total = Selection(rules, wanted=source.num_prompts), NOTHING
+    selection, rounds = Selection(rules, wanted=source.num_prompts), list[GenerationRound]()
     while selection.needs_round:
         sampling = sampling_at(source.sampling, step, selection.rounds)
         prompts, generated = source.generate(selection.num_to_sample, sampling, watch, images)
         chosen = selection.add(gather_results(own_share(prompts), generated.samples))
-        total += generated.only({prompt.id for prompt, keep in zip(prompts, chosen, strict=True) if keep})
-        source.check_rewards(total.results)
+        rounds.append(only({prompt.id for prompt, keep in zip(prompts, chosen, strict=True) if keep}, generated))
+        source.check_rewards(joined(rounds).results)
     selection.check(step)
-    return total, selection.metrics()
+    return joined(rounds), selection.metrics()
+
+
+def only(prompt_ids: Collection[str], generated: GenerationRound) -> GenerationRound:
+    """Keep only the samples of the given prompts, but all results."""
+    kept = [i for i, prompt in enumerate(generated.prompts) if prompt.id in prompt_ids]
+    return replace(
+        generated,
+        samples=[generated.samples[i] for i in kept],
+        prompts=[generated.prompts[i] for i in kept],
+        texts=[generated.texts[i] for i in kept],
+    )
+
+
+def joined(rounds: Sequence[GenerationRound]) -> GenerationRound:
+    """Join rounds, of which there may be none."""
+    counts: dict[str, float] = {}
+    for name, count in (pair for each in rounds for pair in each.counts.items()):
+        counts[name] = counts.get(name, 0.0) + count
+    results = RewardResults(
+        [result for each in rounds for result in each.results.results],
+        sum(each.results.num_unscored for each in rounds),
+        next((each.results.first_error for each in rounds if each.results.first_error), None),
+    )
+    return GenerationRound(
+        samples=[sample for each in rounds for sample in each.samples],
+        prompts=[prompt for each in rounds for prompt in each.prompts],
+        texts=[text for each in rounds for text in each.texts],
+        results=results,
+        counts=counts,
+    )
 
 
 def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[GroupResult]:

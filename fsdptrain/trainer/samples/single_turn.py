@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -32,31 +32,6 @@ class GenerationRound:
     texts: list[str]  # of each sample, for display
     results: RewardResults  # of each generated sample, including those not kept
     counts: Mapping[str, float] = field(default_factory=dict)  # metrics to sum over ranks and rounds
-
-    def only(self, prompt_ids: Collection[str]) -> GenerationRound:
-        """Keep only the samples of the given prompts."""
-        kept = [i for i, prompt in enumerate(self.prompts) if prompt.id in prompt_ids]
-        return replace(
-            self,
-            samples=[self.samples[i] for i in kept],
-            prompts=[self.prompts[i] for i in kept],
-            texts=[self.texts[i] for i in kept],
-        )
-
-    def __add__(self, other: GenerationRound) -> GenerationRound:
-        return GenerationRound(
-            samples=[*self.samples, *other.samples],
-            prompts=[*self.prompts, *other.prompts],
-            texts=[*self.texts, *other.texts],
-            results=self.results + other.results,
-            counts={
-                name: self.counts.get(name, 0.0) + other.counts.get(name, 0.0)
-                for name in {**self.counts, **other.counts}
-            },
-        )
-
-
-NOTHING = GenerationRound(samples=[], prompts=[], texts=[], results=RewardResults([], 0, None))
 
 
 class Sampler(Protocol):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.held_out import split_rows
-from fsdptrain.data.prompts import PromptStream, make_prompt, make_prompts
+from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.tables import as_rows
@@ -177,7 +177,6 @@ def test_long_prompts_are_left_out_and_the_only_short_one_is_in_each_epoch(token
     prompts = stream(tokenizer, mixed, max_prompt_len=20)
     assert [p.id for p in prompts.next(30)] == ["short", *(f"short@{epoch}" for epoch in range(1, 30))]
     assert 9 * 29 <= prompts.num_too_long <= 9 * 30
-    assert make_prompts(mixed[1:], tokenizer, data=DataConfig(), max_prompt_len=20) == []
 
 
 def test_data_without_a_usable_row_is_an_error(tokenizer: Any) -> None:
