@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ def dry_run(resolved: Resolved) -> None:
     Raises the error that would end the run before it loads weights. Does not use the network.
     """
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    config, ranks = resolved.config, read_rank_variables()
+    config, ranks = resolved.config.with_values(dry_run=False), read_rank_variables()
     check_inputs(config)
     local = ranks.local_world_size if ranks else config.launch.nproc_per_node
     world_size = ranks.world_size if ranks else local
@@ -48,7 +49,7 @@ def dry_run(resolved: Resolved) -> None:
     lines = _read_parts(config) if unchecked else _prepare(config, world_size, local)
     lines += [] if world_size is None else draw_grid(config, world_size)
     lines += [*(f"not checked: {line}" for line in unchecked), "ok"]
-    if config.launch.dry_run == "full":
+    if resolved.config.launch.dry_run == "full":
         sys.stdout.write(to_yaml(config, resolved.sources))
         lines = [f"# {line}" for line in lines]
     else:
@@ -139,7 +140,7 @@ def _prepare(config: Config, world_size: int | None, local_ranks: int | None) ->
     from fsdptrain.platform import device_count
     from fsdptrain.trainer.build import prepare
 
-    logged = _Lines()
+    logged = BufferingHandler(capacity=10_000)
     log = logging.getLogger("fsdptrain")
     log.addHandler(logged)
     log.setLevel(logging.INFO)
@@ -154,7 +155,7 @@ def _prepare(config: Config, world_size: int | None, local_ranks: int | None) ->
                 count = world_size or device_count()
                 report = MemoryReport(run.config, num_ranks=count, local_ranks=local_ranks or count)
                 report.before_load(model)
-        return [*lines, *logged.lines]
+        return [*lines, *(record.getMessage() for record in logged.buffer if record.name != stages.__name__)]
     finally:
         dist.destroy_process_group()
         log.removeHandler(logged)
@@ -190,31 +191,19 @@ def _data_lines(run: "Prepared", files: Path) -> Iterator[str]:
 
 def _prompts(run: "Prepared", rows: "Sequence[Row]", files: Path) -> tuple[list[list[int]], str]:
     """Return the tokens of prompts that are not skipped, and how many are."""
-    from fsdptrain.data.prompts import make_prompt
+    from fsdptrain.data.prompts import make_prompts
     from fsdptrain.model.loading.meta import model_config
     from fsdptrain.rollout.embedded.engine import check_length
     from fsdptrain.rollout.embedded.replica import max_positions
 
     config, stream = run.config, run.data.stream
-    prompts = [make_prompt(row, run.tokenizer, data=stream.data, processor=stream.processor) for row in rows]
-    prompts += run.data.prompts
-    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= config.prompt_budget]
+    budget = config.prompt_budget
+    fitting = make_prompts(rows, run.tokenizer, data=stream.data, max_prompt_len=budget, processor=stream.processor)
+    skipped = f", {len(rows) - len(fitting)} longer than {budget} are skipped" * (len(fitting) < len(rows))
+    fitting += run.data.prompts
     if config.rollout.engine == "hf" and run.environment is None:
         positions = max_positions(model_config(files, trust_remote_code=config.model.trust_remote_code))
         for prompt in fitting:
             limit, most = config.rollout.max_response_len, config.rollout.max_batch_tokens
             check_length(prompt, limit, max_batch_tokens=most, max_positions=positions)
-    skipped = f", {len(prompts) - len(fitting)} longer than {config.prompt_budget} are skipped"
-    return [prompt.token_ids for prompt in fitting], skipped if len(fitting) < len(prompts) else ""
-
-
-class _Lines(logging.Handler):
-    """Handler that keeps the lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name != stages.__name__:
-            self.lines.append(self.format(record))
+    return [prompt.token_ids for prompt in fitting], skipped
