@@ -19,7 +19,6 @@ sys.path.insert(0, str(DOCS.parent))
 from fsdptrain.config import Config  # noqa: E402
 from fsdptrain.config.checks import check_world_size  # noqa: E402
 from fsdptrain.config.recipe import load_recipe  # noqa: E402
-from fsdptrain.features.lora.config import LoraConfig  # noqa: E402
 from fsdptrain.megatron.config import MegatronConfig  # noqa: E402
 from fsdptrain.memory.estimate import GIB, MARGIN, Machine, compute_bytes, estimate, with_margin  # noqa: E402
 from fsdptrain.model.structure import count_parameters  # noqa: E402
@@ -100,7 +99,7 @@ def need(path: Path, header: Header) -> Need:
     ranks = num_ranks(config, header)
     check_world_size(config, ranks)
     machine = Machine(ranks, int(USABLE[size] * GIB))
-    model, _ = meta_model(config, with_adapters=config.section(LoraConfig).rank > 0)
+    model, _ = meta_model(config)
     if config.model.backend == "megatron":
         return _megatron(config, model, ranks)
     assert config.rollout.engine != "vllm" or config.section(VllmConfig).kv_cache_gib is not None, (

@@ -44,8 +44,10 @@ def dry_run(resolved: Resolved) -> None:
     if world_size is not None:
         check_world_size(config, world_size)
     unchecked = list(_unchecked(config))
-    if Path(config.model.hf_checkpoint).is_dir():
-        _check_sizes(config)
+    if config.model.backend == "megatron" and Path(config.model.hf_checkpoint).is_dir():
+        from fsdptrain.megatron.model import check_sizes
+
+        check_sizes(config)
     lines = _read_parts(config) if unchecked else _prepare(config, world_size, local)
     lines += [] if world_size is None else draw_grid(config, world_size)
     lines += [*(f"not checked: {line}" for line in unchecked), "ok"]
@@ -118,24 +120,13 @@ def _spread(count: int, most: int = _MOST_ROWS) -> list[int]:
     return sorted({index * count // min(count, most) for index in range(min(count, most))})
 
 
-def _check_sizes(config: Config) -> None:
-    """Raise ConfigError if the backend cannot build the model in the parallel sizes. Imports torch if it must."""
-    if config.model.backend == "fsdp" and any(group.size > 1 for group in config.rank_groups):
-        from fsdptrain.tools.inspect.inspection import check_sizes
-
-        check_sizes(config)
-    elif config.model.backend == "megatron":
-        from fsdptrain.megatron.model import check_sizes as check_megatron_sizes
-
-        check_megatron_sizes(config)
-
-
 def _prepare(config: Config, world_size: int | None, local_ranks: int | None) -> list[str]:
     """Prepare the run up to its weights. Returns lines about it, those that it logs among them."""
     import torch.distributed as dist
 
     from fsdptrain.fsdp.build import meta_policy
     from fsdptrain.memory.report import MemoryReport
+    from fsdptrain.model.attention.rope import check_longest
     from fsdptrain.model.loading.meta import resolve_checkpoint
     from fsdptrain.platform import device_count
     from fsdptrain.trainer.build import prepare
@@ -152,6 +143,7 @@ def _prepare(config: Config, world_size: int | None, local_ranks: int | None) ->
             lines = list(_data_lines(run, files))
             if config.model.backend == "fsdp":
                 model = meta_policy(run.config, files, run.features)
+                check_longest(model.config, run.config.longest_sequence)
                 count = world_size or device_count()
                 report = MemoryReport(run.config, num_ranks=count, local_ranks=local_ranks or count)
                 report.before_load(model)

@@ -26,7 +26,6 @@ def meta_policy(config: Config, path: Path, features: Features) -> PreTrainedMod
         config.model.attn_implementation, platform.device_type(), needs_package_attention=config.has(Fact.OWN_ATTENTION)
     )
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
-    check_longest(model.config, config.longest_sequence)
     if not config.has(Fact.TRAINS_TOWER):
         freeze_vision(model)
     for feature in features:
@@ -51,6 +50,7 @@ def load_model(
     """
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     model = meta_policy(config, path, features)
+    check_longest(model.config, config.longest_sequence)
     stored = torch.promote_types(stored_dtype or getattr(torch, config.stored_dtype_name), compute_dtype)
     with features.without():
         store_in(model, stored)

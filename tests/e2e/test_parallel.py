@@ -112,11 +112,3 @@ def test_a_split_that_the_model_forbids_is_refused_before_weights_and_data_are_l
     assert result.code == 2
     assert result.err.startswith(f"fsdptrain: {line}")
     assert result.err.count("\n") == 1
-
-
-def test_a_dry_run_checks_the_split_too(tmp_path) -> None:
-    zoo.config("gpt_oss").save_pretrained(tmp_path / "model")
-    argv = ["--hf-checkpoint", str(tmp_path / "model"), "--dry-run", "--nproc-per-node", "8"]
-    result = command.run([*argv, "--expert-parallel-size", "8"], tmp_path)
-    assert result.code == 2
-    assert "--expert-parallel-size 8 must divide the 4 experts of GptOssForCausalLM" in result.err

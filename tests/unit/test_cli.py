@@ -128,7 +128,7 @@ def test_a_dry_run_says_what_was_set_and_what_was_read(fsdptrain, tmp_path):
     rows[7]["prompt"] += 800 * "!"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--hf-checkpoint", "model", "--prompt-data", "rows.jsonl", "--max-tokens-per-gpu", "1024", "--dry-run"]
-    length = ["--rollout-max-response-len", "300"]
+    length, split = ["--rollout-max-response-len", "300"], ["--nproc-per-node", "8", "--tensor-parallel-size"]
     done = fsdptrain(*flags, *length, "--no-bf16")
     assert (done.code, done.err) == (0, "")
     *options, data, prompt, longest, memory, last = done.out.splitlines()
@@ -146,6 +146,7 @@ def test_a_dry_run_says_what_was_set_and_what_was_read(fsdptrain, tmp_path):
     for more, message in (
         ([*length, "--max-tokens-per-gpu", "4096"], "exceed the 1024 positions of the model"),
         ([*length, "--reward", "own:f"], "--reward own:f"),
+        ([*length, *split, "8"], "must divide the 4 attention heads of Qwen3For"),
     ):
         (tmp_path / "own.py").write_text("def f(prompt, text): return {}['no']\n")
         done = fsdptrain(*flags, *more)
@@ -190,7 +191,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(fsdptrain,
         (["--output-dir", "rows.txt/run"], "--output-dir rows.txt/run cannot be written: "),
         (["--hf-checkpoint", "./none"], "--hf-checkpoint ./none: there is no such local folder"),
         (["--hf-checkpoint", "empty"], "--hf-checkpoint empty has no config.json"),
-        (["--hf-checkpoint", "m", "--tensor-parallel-size", "16"], "--tensor-parallel-size 16"),
         (["--hf-checkpoint", "m", "--nproc-per-node", "2", "--tensor-parallel-size", "4"], "must divide"),
         (["--hf-checkpoint", "m", *MEGATRON, "16"], "--megatron-tensor-parallel 16 must divide the 8 key-value heads"),
     ],

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check_packages
-from fsdptrain.config.rules import Fact
 from fsdptrain.errors import NumericsError
+from fsdptrain.feature import NO_FEATURES
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.liger.config import LigerConfig
@@ -24,18 +24,16 @@ from fsdptrain.features.liger.feature import obstacle
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import split_plan_of
-from fsdptrain.features.vision.config import VisionConfig
+from fsdptrain.fsdp.build import meta_policy
 from fsdptrain.memory.estimate import Shapes
-from fsdptrain.model.attention.attention import resolve_attention
 from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers
-from fsdptrain.model.loading.meta import build_meta_model
 from fsdptrain.model.policy import head_transform
 from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.model.structure import active_sizes, count_parameters, freeze_vision, lm_head
+from fsdptrain.model.structure import active_sizes, count_parameters, lm_head
 from fsdptrain.trainer.resolve import resolve_dtype
 
 
@@ -77,7 +75,7 @@ class Inspection:
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Inspect the model of `config`. Raises CheckpointError if config.json cannot be read."""
     (config, _), device_type = resolve_dtype(config), platform.device_type()
-    model, _ = meta_model(config, with_adapters=True)
+    model, _ = meta_model(config)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
     liger = list(_liger(config, model))
@@ -108,32 +106,20 @@ def raise_problems(report: Inspection, *, strict: bool) -> None:
         require_no_fallback(report.kernels)
 
 
-def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
+def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:
     """Return the model on meta, as a run builds it here, and the folder of its config.json.
 
     Raises ConfigError for invalid --lora-targets.
     """
     path = resolve_config(config.model.hf_checkpoint)
-    own = config.has(Fact.OWN_ATTENTION)
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), needs_package_attention=own)
-    trust = config.model.trust_remote_code
-    model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
+    model = meta_policy(config, path, NO_FEATURES)
     context, lora = config.section(ContextParallelConfig), config.section(LoraConfig)
     if context.context_parallel_size > 1:
         check_context_parallel(model, context, tensor_size=config.ranks_along("tensor"))
-    if not config.section(VisionConfig).train_vision:
-        freeze_vision(model)
-    if with_adapters and lora.rank:
+    if lora.rank:
         check_packages(config, [LoraConfig.NAME])
         add_adapters(model, lora)
     return model, path
-
-
-def check_sizes(config: Config) -> None:
-    """Raise ConfigError if the model does not allow the parallel sizes."""
-    if any(group.size > 1 for group in config.rank_groups):
-        model, _ = meta_model(config)
-        split_plan_of(model, config)
 
 
 def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, str]:

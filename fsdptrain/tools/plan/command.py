@@ -41,7 +41,7 @@ def plan(argv: Sequence[str]) -> int:
     from fsdptrain.memory.estimate import GIB, Machine, estimate, flags_that_help
     from fsdptrain.tools.inspect.inspection import meta_model
 
-    model, path = meta_model(config, with_adapters=True)
+    model, path = meta_model(config)
     host = machine["host_memory_gib"]
     device, host = int(machine["gpu_memory_gib"] * GIB), None if host is None else int(host * GIB)
     estimates = [estimate(model, config, Machine(i * machine["num_gpus"], device, host)) for i in _FACTORS]
