@@ -1,4 +1,4 @@
-"""fsdptrain: reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
+"""fsdptrain: RL and supervised fine-tuning for Hugging Face models with PyTorch's FSDP2.
 
 Names load on first use, so that `import fsdptrain` and `fsdptrain --help` do not import torch.
 """

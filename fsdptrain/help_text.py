@@ -14,7 +14,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
 
 SHORT = """\
-Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
+RL and supervised fine-tuning for Hugging Face models with PyTorch's FSDP2.
 
   fsdptrain demo                       a run of a minute, on a CPU, no network
   fsdptrain --recipe gsm_symbolic_qwen3_4b --dry-run
