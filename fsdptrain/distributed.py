@@ -6,15 +6,24 @@ error, it costs one all-reduce of one number.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from fsdptrain.errors import FsdptrainError
+from fsdptrain.errors import FsdptrainError, RankError
 
+_CONNECTION_ERRORS = (
+    "closed by peer",
+    "reset by peer",
+    "Timed out waiting",
+    "timeout caused pair closure",  # what collectives after the one that timed out raise
+    "Connection refused",
+    "Broken pipe",
+)  # gloo, in C++
 LONGEST_MESSAGE = 600  # limit for messages of other packages' exceptions [characters]
 
 
@@ -68,6 +77,24 @@ def run_long(work: Callable[[], object] | None) -> None:
         pass
     if errors:
         raise errors[0]
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended, hangs or is cut off."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_ERRORS)
+
+
+@contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Raise RankError from the error of a collective that misses another rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise RankError("another rank has ended, hangs or is cut off (--dist-timeout)") from error
 
 
 def require_same(value: Any, error: FsdptrainError) -> None:

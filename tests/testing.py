@@ -255,7 +255,8 @@ def _run_rank(
         buffer = io.BytesIO()
         torch.save(fn(*args), buffer)
         pipe.send((True, buffer.getvalue()))
-        dist.destroy_process_group()
+        if dist.is_initialized():  # else `fn` has closed it
+            dist.destroy_process_group()
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise

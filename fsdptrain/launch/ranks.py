@@ -6,23 +6,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from torch.distributed import DistError
-
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.distributed import is_lost_connection
+from fsdptrain.errors import RankError
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.launch.process import configure_logging, train
 from fsdptrain.launch.same_options import require_same_options
 from fsdptrain.rank_variables import has_fsdptrain_launcher
-
-_CONNECTION_ERRORS = (
-    "closed by peer",
-    "reset by peer",
-    "Timed out waiting",
-    "timeout caused pair closure",  # what collectives after the one that timed out raise
-    "Connection refused",
-    "Broken pipe",
-)  # gloo, in C++
 
 
 def run_as_rank(config: Config, rank: int, work: Callable[[], None] | None = None) -> int:
@@ -55,7 +46,9 @@ class _EndRankOnError:
             return
         if isinstance(error, KeyboardInterrupt):
             _end(130)
-        failure = failure_of(error, self.rank, lost_connection=_is_lost_connection(error))
+        if isinstance(error, RankError) and error.__cause__ is not None:
+            error = error.__cause__  # has the call that waited
+        failure = failure_of(error, self.rank, lost_connection=is_lost_connection(error))
         report_failure(failure)
         _end(failure.exit_code)
 
@@ -64,9 +57,3 @@ def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    if isinstance(error, DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_ERRORS)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
 from fsdptrain.config import Config, check_processes
+from fsdptrain.distributed import naming_lost_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.build import build_loop
 from fsdptrain.trainer.callbacks import Callback
@@ -46,7 +47,8 @@ class Trainer:
         optimizer: a function in place of `--optimizer`: (parameter groups, options) -> torch.optim.Optimizer.
         callbacks: called during the run; see fsdptrain.Callback.
 
-    Under torchrun every rank creates one, with the same arguments; otherwise the run has one process.
+    Under torchrun every rank creates one, with the same arguments; otherwise the run has one process. A rank that fails
+    must end: if it catches the error and goes on, the others wait for it for --dist-timeout.
 
     `fit` builds the run and closes it at its end. In `with Trainer(config) as trainer:` the run stays open until the
     end of the block. `model`, `tokenizer`, `generate` and `evaluate` open the run with its newest checkpoint if it is
@@ -117,7 +119,7 @@ class Trainer:
         The first Ctrl-C, or SIGTERM, ends training after the current step and saves a checkpoint; the result then has
         the reason in `stopped`. A second Ctrl-C raises KeyboardInterrupt.
         """
-        with ExitStack() as stack:
+        with naming_lost_ranks(), ExitStack() as stack:
             if self._loop is None:
                 stack.push(self.__exit__)
             loop = self._opened()

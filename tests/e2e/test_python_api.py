@@ -1,5 +1,6 @@
 """A run from Python: objects in place of names, callbacks, the result, and an open run."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from fsdptrain import Callback, Config, Trainer, load_recipe
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.fsdp.optimizers import adamw
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.loggers import RunInfo
 from fsdptrain.rollout.embedded.engine import build_hf_engine
 from fsdptrain.types import Metrics, Sample, Turn
+from tests.testing import spawn
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
 
@@ -182,6 +185,26 @@ def test_an_open_run_generates_and_evaluates_with_the_weights_before_and_after_t
     assert weights.keys() == again.keys()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     closed.close()
+
+
+def failing_once(batch, logprobs, config):
+    if os.environ["RANK"] == "1":
+        raise ValueError("only here")
+    return LOSSES["grpo"](batch, logprobs, config)
+
+
+def failed(checkpoint: Path, folder: Path) -> str:
+    dist.destroy_process_group()
+    with pytest.raises((FsdptrainError, ValueError)) as caught:
+        Trainer(config(checkpoint, folder), reward=vowels, dataset=ROWS, loss=failing_once).fit()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_one_line_on_the_others(checkpoint, tmp_path):
+    [first, second] = spawn(2, failed, checkpoint, tmp_path)
+    assert first == "another rank has ended, hangs or is cut off (--dist-timeout)"
+    assert "only here" in second
 
 
 def grpo_again(batch, logprobs, config):

@@ -8,9 +8,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdptrain import platform
 from fsdptrain.config import Config, check_processes
+from fsdptrain.distributed import is_lost_connection
 from fsdptrain.errors import ConfigError, DataError, RankError
 from fsdptrain.launch.failures import failure_of, report_failure, root_cause
-from fsdptrain.launch.ranks import _is_lost_connection
 from fsdptrain.launch.same_options import difference
 from fsdptrain.rank_variables import ERROR_FILE
 
@@ -60,7 +60,7 @@ def test_errors_of_users_have_the_exit_code_2(error, code):
     ],
 )
 def test_errors_of_collectives_without_the_other_rank_are_known(error, is_lost):
-    assert _is_lost_connection(error) == is_lost
+    assert is_lost_connection(error) == is_lost
 
 
 def test_a_lost_connection_is_one_line_with_its_place_and_notes():
