@@ -183,14 +183,15 @@ def _data_lines(run: "Prepared", files: Path) -> Iterator[str]:
 
 def _prompts(run: "Prepared", rows: "Sequence[Row]", files: Path) -> tuple[list[list[int]], str]:
     """Return the tokens of prompts that are not skipped, and how many are."""
-    from fsdptrain.data.prompts import make_prompts
+    from fsdptrain.data.prompts import make_prompt
     from fsdptrain.model.loading.meta import model_config
     from fsdptrain.rollout.embedded.engine import check_length
     from fsdptrain.rollout.embedded.replica import max_positions
 
     config, stream = run.config, run.data.stream
     budget = config.prompt_budget
-    fitting = make_prompts(rows, run.tokenizer, data=stream.data, max_prompt_len=budget, processor=stream.processor)
+    prompts = [make_prompt(row, run.tokenizer, data=stream.data, processor=stream.processor) for row in rows]
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= budget]
     skipped = f", {len(rows) - len(fitting)} longer than {budget} are skipped" * (len(fitting) < len(rows))
     fitting += run.data.prompts
     if config.rollout.engine == "hf" and run.environment is None:
