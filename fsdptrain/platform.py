@@ -132,17 +132,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def device_rng_state() -> torch.Tensor | None:
-    """Return the RNG state of this process's device, as bytes on the host. None on a CPU: use torch.get_rng_state()."""
-    return torch.get_device_module(device_type()).get_rng_state() if has_accelerator() else None
-
-
-def set_device_rng_state(state: torch.Tensor) -> None:
-    """Restore the state returned by `device_rng_state`. No-op on a CPU."""
-    if has_accelerator():
-        torch.get_device_module(device_type()).set_rng_state(state)
-
-
 def set_deterministic(enabled: bool) -> None:
     """Select deterministic kernels. Operations without one raise an error."""
     if enabled:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptrain import platform
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint_folder import check_manifest
@@ -19,6 +18,7 @@ from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.shard_files import HostStager, read_shards, write_shards
 from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors
 from fsdptrain.model.structure import reshard
+from fsdptrain.random_state import device_rng_state, set_device_rng_state
 
 _STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.json"
 _FORMAT = 5
@@ -122,7 +122,7 @@ def _save_rng(path: Path) -> None:
         "numpy": [kind, keys.tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
     }
-    of_device = platform.device_rng_state()
+    of_device = device_rng_state()
     if of_device is not None:
         states["device"] = of_device.tolist()
     path.write_text(json.dumps(states))
@@ -140,6 +140,6 @@ def load_rng(directory: Path) -> None:
         np.random.set_state(tuple(states["numpy"]))
         torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
         if "device" in states:
-            platform.set_device_rng_state(torch.tensor(states["device"], dtype=torch.uint8))
+            set_device_rng_state(torch.tensor(states["device"], dtype=torch.uint8))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read ({error}): {_REMEDY}") from error

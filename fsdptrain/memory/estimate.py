@@ -1,7 +1,7 @@
 """The memory of a run from the shapes of its model, by one table of formulas. See docs/memory.md.
 
     found = estimate(model, config, Machine(num_ranks=8))
-    found.device, found.training["activations"], flags_that_help(model, config, machine)
+    found.device, found.training["activations"]
 
 Counted: what a rank holds while it trains and while an engine in its process generates, and what the ranks of a node
 hold on the host. Not counted: the CUDA context, the page cache, a vision tower's activations, a teacher, and the
@@ -9,18 +9,14 @@ intermediate results of a recurrent mixer without its kernels.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.config.checks import check
-from fsdptrain.config.keys import all_keys
-from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.wrap import expert_placement
 from fsdptrain.memory.activations import activation_memory, cache_bytes
 from fsdptrain.model.structure import is_of_adapter, num_fused_experts, repeated_layers
@@ -30,18 +26,6 @@ MASTER_BYTES = 4  # float32
 MARGIN = 1.05  # fragmentation and kernel workspaces
 GPUS_PER_NODE = 8
 Parts = dict[str, int]  # bytes by purpose
-
-_CHANGES: tuple[Mapping[str, Any], ...] = (  # single changes that take less memory, fastest first
-    {"async_save": False},
-    {"offload_optimizer": True},
-    {"fsdp_reshard_after_forward": True},
-    {"logprob_chunk_size": 512},
-    {"gradient_checkpointing": True},
-    {"offload_activations": True},
-    {"offload_train": True},
-    {"offload_optimizer": False, "offload_train": False, "fsdp_cpu_offload": True},
-    {"fsdp_cpu_offload": False},
-)
 
 
 @dataclass(frozen=True)
@@ -277,39 +261,6 @@ def _generation(model: PreTrainedModel, config: Config, shapes: Shapes, state: P
         return held | engine | cache | layers
     weights = {name: size for name, size in held.items() if name == "weights"}
     return max(weights | engine | layers, engine | cache, key=size_of)
-
-
-def flags_that_help(model: PreTrainedModel, config: Config, machine: Machine) -> list[str]:
-    """Return the single changes of flags that need less of what `config` lacks, with the GiB that they then need.
-
-    If the run fits by the estimate, they are those that need less on the device.
-    """
-    given = estimate(model, config, machine)
-    lacks = given.lacks or ("device" if machine.has_accelerator else "host")
-    needs = {flags: estimate(model, changed, machine).needs[lacks] for changed, flags in _changed(config)}
-    return [f"{flags} ({gib(need)} GiB)" for flags, need in needs.items() if need < 0.99 * given.needs[lacks]]
-
-
-def _changed(config: Config) -> Iterator[tuple[Config, str]]:
-    """Yield `config` with each valid single change, and the flags of the change."""
-    tokens, cache = config.batch.max_tokens_per_gpu, config.rollout.max_batch_tokens
-    smaller = ({"max_tokens_per_gpu": tokens // 2}, {"rollout_max_batch_tokens": cache // 2})
-    for values in (*_CHANGES, *smaller):
-        changes = {flat: x for flat, x in values.items() if flat in all_keys() and config.value(flat) != x}
-        if not changes:
-            continue
-        changed = config.with_values(**changes)
-        try:
-            check(changed)
-        except ConfigError:
-            continue
-        yield changed, " ".join(_flag(all_keys()[flat].flag, value) for flat, value in changes.items())
-
-
-def _flag(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return flag if value else f"--no-{flag.removeprefix('--')}"
-    return f"{flag} {value}"
 
 
 def _rounded(sizes: Iterable[float]) -> int:

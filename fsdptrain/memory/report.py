@@ -13,7 +13,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.memory.estimate import Machine, count, estimate, flags_that_help
+from fsdptrain.memory.estimate import Machine, count, estimate
 from fsdptrain.memory.free import device_memory, host_memory
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class MemoryReport:
             log.warning("%s", line)
 
     def _advice(self) -> str:
+        from fsdptrain.memory.advice import flags_that_help
+
         flags = flags_that_help(self._model, self._config, self._machine) if self._model is not None else []
         return f"flags that help, each alone: {', '.join(flags)}" if flags else "use more GPUs or a smaller model"
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.errors import CheckpointError
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 
 
@@ -174,22 +173,6 @@ def head_widths(config: PreTrainedConfig) -> tuple[int, int]:
     """
     own = head_size(config)
     return getattr(config, "qk_head_dim", None) or own, getattr(config, "v_head_dim", None) or own
-
-
-def projected_heads(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Yield (name, heads) for each query, key or value projection of a decoder layer.
-
-    The attention module must have `head_dim`. In some families the number of heads of a layer differs from that in the
-    config (Gemma 4, Laguna).
-    """
-    names = {module: name for name, module in model.named_modules()}
-    for module in (module for layer in decoder_layers(model) for module in layer.modules()):
-        width = vars(module).get("head_dim")
-        for child_name, child in module.named_children():
-            if child_name in _PROJECTIONS and isinstance(child, nn.Linear) and isinstance(width, int):
-                heads, rest = divmod(child.weight.shape[0], width)
-                if not rest:
-                    yield names[child], heads
 
 
 def expert_choice(config: PreTrainedConfig) -> ExpertChoice | None:

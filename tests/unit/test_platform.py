@@ -11,6 +11,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.memory import free
 from fsdptrain.memory.free import host_memory
 from fsdptrain.platform import _check_device
+from fsdptrain.random_state import device_rng_state, set_device_rng_state
 
 
 def test_host_memory_of_this_machine() -> None:
@@ -38,7 +39,7 @@ def test_the_platform_is_chosen_by_its_variable(monkeypatch: pytest.MonkeyPatch)
     assert (platform.device_type(), platform.has_accelerator(), platform.device_count()) == ("cpu", False, 1)
     assert platform.local_device() == torch.device("cpu")
     assert platform.distributed_backend() == "gloo"
-    assert platform.device_rng_state() is None
+    assert device_rng_state() is None
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,10 @@ def test_an_unavailable_platform_is_one_line(asked: str, why: str, monkeypatch: 
 def test_a_device_may_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = platform.device_type()
     assert kind != "cpu"
-    state = platform.device_rng_state()
+    state = device_rng_state()
     assert state is not None
     first = torch.rand(4, device=kind)
-    platform.set_device_rng_state(state)
+    set_device_rng_state(state)
     assert torch.equal(torch.rand(4, device=kind), first)
     monkeypatch.setenv("FSDPTRAIN_PLATFORM", "cpu")
     assert (platform.device_type(), platform.distributed_backend()) == ("cpu", "gloo")

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.model.structure import decoder_layers, layer_config, projected_heads, stock_class
+from fsdptrain.features.meta import projected_heads
+from fsdptrain.model.structure import decoder_layers, layer_config, stock_class
 
 # Layers that mix tokens by attention over the whole sequence or a window, or not at all.
 _STATELESS_KINDS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}

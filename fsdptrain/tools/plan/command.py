@@ -38,7 +38,8 @@ def plan(argv: Sequence[str]) -> int:
     check_world_size(config, machine["num_gpus"])
     quiet_transformers()
     from fsdptrain.fsdp.export import export_dtype  # lazy: imports torch
-    from fsdptrain.memory.estimate import GIB, Machine, estimate, flags_that_help
+    from fsdptrain.memory.advice import flags_that_help
+    from fsdptrain.memory.estimate import GIB, Machine, estimate
     from fsdptrain.tools.inspect.inspection import meta_model
 
     model, path = meta_model(config)

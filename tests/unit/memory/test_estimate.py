@@ -10,7 +10,8 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory import report
-from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, estimate, flags_that_help, size_of
+from fsdptrain.memory.advice import flags_that_help
+from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, estimate, size_of
 from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.structure import count_parameters
 from tests import configs, zoo
