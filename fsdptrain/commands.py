@@ -96,7 +96,7 @@ def export(argv: Sequence[str]) -> int:
         checkpoint = newest_checkpoint(checkpoint)
     if not output:
         raise ConfigError(f"--output is missing, e.g. {EXPORT_EXAMPLE}")
-    from fsdptrain.trainer import export_checkpoint  # lazy: imports torch
+    from fsdptrain.trainer.export import export_checkpoint  # lazy: imports torch
 
     export_checkpoint(checkpoint, Path(output), **values)
     if is_rank_0():

@@ -25,7 +25,7 @@ from fsdptrain.fsdp.optimizers import find_optimizer
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.materialize import own_part
 from fsdptrain.model.structure import repeated_layers
-from fsdptrain.trainer import export_checkpoint
+from fsdptrain.trainer.export import export_checkpoint
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only

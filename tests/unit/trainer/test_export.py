@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.trainer import export_checkpoint
+from fsdptrain.trainer.export import export_checkpoint
 from tests.testing import save_tiny_checkpoint
 
 RECIPE = "hf_checkpoint: {model}\ntrust_remote_code: true\nreward: [foreign_code:reward]\nloss: foreign_code:loss\n"
