@@ -78,7 +78,7 @@ class ConversationEncoder:
         return replace(conversation, messages=messages), text
 
     def _check_is_shown(self, conversation: Conversation, text: str) -> None:
-        """Raise UnusableRowError if the template omits tools, tool calls, tool results or reasoning."""
+        """Raise UnusableRowError if the template omits tools, tool calls, tool results, reasoning or trained text."""
         messages = conversation.messages
         marks = {index: f"result{index}of{len(text)}" for index, m in enumerate(messages) if m["role"] == "tool"}
         marked = [{**m, "content": m["content"] + marks.get(index, "")} for index, m in enumerate(messages)]
@@ -101,6 +101,14 @@ class ConversationEncoder:
             raise UnusableRowError(
                 "tools", "the chat template does not show tools: use the template of a model with tools"
             )
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        for content in said if self.loss_on == "assistant" else said[-1:]:
+            if "".join(content.split()) not in "".join(text.split()):
+                raise UnusableRowError(
+                    "inexact mask",
+                    "the chat template drops or changes what the assistant says, often its thoughts: write the last "
+                    f"turn into a column `completion`, which is trained as it is, or {_FIX}",
+                )
 
     def _other(self, conversation: Conversation) -> str | None:
         """Return the rendering of a conversation to compare with. None: the template refuses it, so it reads it."""

@@ -32,6 +32,18 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTo
 
 
 def _largest_used_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest id of text. Added tokens, such as that of an image, may have no row in the embedding."""
+    """Return the largest id of text, of the end of text and of the chat template.
+
+    Other added tokens, such as that of an image, may have no row in the embedding.
+    """
     added = tokenizer.added_tokens_decoder
-    return max(id_ for id_ in tokenizer.get_vocab().values() if id_ not in added)
+    used = [id_ for id_ in tokenizer.get_vocab().values() if id_ not in added]
+    used += [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    try:
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+        )
+        used += tokenizer(str(chat), add_special_tokens=False)["input_ids"]
+    except Exception:  # noqa: BLE001  # there is no template, or it needs something else
+        pass
+    return max(used)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
-from tests.testing import save_tiny_checkpoint
+from tests.testing import CHAT_TEMPLATE, save_tiny_checkpoint, tiny_tokenizer
 
 Prepare = Callable[[Path, Path], list[str]]  # (folder for the test, a good checkpoint) -> flags
 
@@ -31,6 +31,15 @@ def no_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
 
 def tokenizer_of_another_model(folder: Path, checkpoint: Path) -> list[str]:
     return ["--hf-checkpoint", str(save_tiny_checkpoint(folder / "small", vocab_size=200))]
+
+
+def template_of_tokens_without_a_row(folder: Path, checkpoint: Path) -> list[str]:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|new{i}|>" for i in range(20)]})
+    tokenizer.chat_template = f"{CHAT_TEMPLATE}<|new19|>"
+    broken = copy_of(checkpoint, folder)
+    tokenizer.save_pretrained(broken)
+    return ["--hf-checkpoint", str(broken)]
 
 
 def teacher_of_another_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
@@ -55,6 +64,10 @@ def flags(*values: str) -> Prepare:
 BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
     (tokenizer_of_another_model, ["--hf-checkpoint", "its tokenizer uses token id 260", "200 tokens"]),
+    (
+        template_of_tokens_without_a_row,
+        ["--hf-checkpoint", "its tokenizer uses token id 2", "without resizing the model"],
+    ),
     (flags("--reward", "tests.e2e.rewards:exits"), ["scores none of", "SystemExit: 0 (rewards.py:"]),
     (flags("--loss", "tests.e2e.losses:exits"), ["ended before its end by SystemExit: 0 (losses.py:"]),
     (flags("--loss", "tests.e2e.losses:not_finite"), ["nothing was trained", "all 2 optimizer steps", "--loss"]),

@@ -26,6 +26,7 @@ THOUGHTS = (  # shows thoughts in the last turn only, as Qwen3's
     "{% if loop.last and m['role'] == 'assistant' %}[thought]{% endif %}{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+FORGETFUL = CHAT_TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")  # as DeepSeek-R1's
 _TOOLS = "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
 _CALLS = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
@@ -130,6 +131,7 @@ MULTI_TURN = CHAT[1:]
 @pytest.mark.parametrize(
     ("values", "template", "kind", "message"),
     [
+        ({"messages": [CHAT[1], say("assistant", "x</think>1")]}, FORGETFUL, "inexact mask", "often its thoughts"),
         ({"messages": CALLS}, CHAT_TEMPLATE, "tools", "does not show tool_calls"),
         ({"messages": [CHAT[1], say("assistant", "1", reasoning="x")]}, CHAT_TEMPLATE, "reasoning", "show reasoning"),
         ({"messages": CHAT, "tools": [TOOL]}, CHAT_TEMPLATE, "tools", "does not show tools"),
