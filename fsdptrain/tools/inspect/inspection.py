@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check_packages
+from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import NumericsError
-from fsdptrain.feature import NO_FEATURES
 from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.liger.config import LigerConfig
