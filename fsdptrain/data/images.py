@@ -106,11 +106,13 @@ def open_image(value: Any, *, row_id: str, column: str) -> Image:
         raise DataError(f"--image-key {column}: the image of row {row_id} cannot be read: {error}") from error
 
 
-def content_of(value: Any) -> str:
-    """Return a key that is equal for the same image in the same form. Files are identified by their path."""
+def content_of(value: Any, *, reads_files: bool = False) -> str:
+    """Return a key that is equal for the same image in the same form. Files are identified by their path, or read."""
     source = _bytes_or_path(value)
     if isinstance(source, Path):
-        return str(source)
+        if not reads_files:
+            return str(source)
+        source = source.read_bytes() if source.is_file() else b""  # the error comes when the row is used
     return hashlib.sha256(value.tobytes() if source is None else source).hexdigest()
 
 

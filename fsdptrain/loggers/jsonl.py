@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -86,12 +86,16 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
 
 
 def lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of steps up to `step`, without those that are no record, such as an incomplete last one."""
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
+    """Return the lines of steps up to `step`, without an incomplete last one. Warns of others that are no record."""
+    lines, broken = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
+        try:
             if json.loads(line)["step"] <= step:
                 lines.append(line + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            broken.append(str(number))
+    if broken:
+        log.warning("%s: dropped what is no record, in line %s", path, ", ".join(broken[:5]))
     return lines
 
 
@@ -102,7 +106,9 @@ def _write(file: TextIO, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace infinite and NaN numbers by null, which JSON supports."""
+    """Replace infinite and NaN numbers by null, which JSON supports, and numbers of numpy and torch by Python's."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.data.images import content_of
 from fsdptrain.data.rows import Rows
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
@@ -39,7 +40,7 @@ def bind_inputs(
     with raise_on_all_ranks(CheckpointError, "--resume"):
         if dist.get_rank() == 0:
             inputs = {
-                "rows of --prompt-data": _rows(data.stream.rows),
+                "rows of --prompt-data": digest_rows(data.stream.rows),
                 "held-out rows": _digest([(p.source, p.label, p.metadata) for p in (*data.prompts, *data.supervised)]),
                 "chat template": _digest(str(data.stream.tokenizer.chat_template)),
                 "tokenizer": _tokenizer(data.stream.tokenizer),
@@ -71,12 +72,15 @@ def _plain(value: Any) -> Any:
     return type(value).__name__ if " at 0x" in text else text  # an address differs in each process
 
 
-def _rows(rows: Rows) -> str:
-    """Digest the number of rows and their content; of a large data set that of `_ROWS` rows."""
+def digest_rows(rows: Rows) -> str:
+    """Digest the number of rows and their content, images too; of a large data set that of `_ROWS` rows."""
     count = len(rows)
     chosen = range(count) if count <= _ROWS else [i * (count - 1) // (_ROWS - 1) for i in range(_ROWS)]
-    contents = ((row.prompt, row.label, row.metadata) for row in (rows[index] for index in chosen))
-    return _digest(count, [_digest(*content) for content in contents])
+    contents = []
+    for row in (rows[index] for index in chosen):
+        images = [content_of(image, reads_files=True) for image in row.images]
+        contents.append(_digest(row.prompt, row.label, row.metadata, *images))
+    return _digest(count, contents)
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

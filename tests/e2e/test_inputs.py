@@ -11,7 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fsdptrain import Config, Trainer
+from fsdptrain.config import DataConfig
+from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import CheckpointError
+from fsdptrain.trainer.inputs import digest_rows
 from tests.testing import save_tiny_checkpoint
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(40)]
@@ -116,3 +119,13 @@ def test_a_resume_with_the_same_inputs_says_nothing(folder: Path, caplog: pytest
     with Trainer(config(folder, num_rollout=2)) as trainer:
         assert trainer.step == 1
     assert "inputs" not in caplog.text
+
+
+def test_an_image_is_its_content_not_its_name(tmp_path: Path) -> None:
+    image = tmp_path / "a.png"
+    rows = as_rows([{"prompt": "x", "image": "a.png"}], DataConfig(label_key=""), folder=tmp_path, image_key="image")
+    digests = []
+    for content in (b"1", b"2", b"1"):
+        image.write_bytes(content)
+        digests.append(digest_rows(rows))
+    assert digests[0] == digests[2] != digests[1]

@@ -3,7 +3,9 @@
 import json
 import resource
 
+import numpy as np
 import pytest
+import torch
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.jsonl import JsonlLogger
@@ -38,6 +40,14 @@ def test_nan_and_inf_are_null(tmp_path):
     ]
 
 
+def test_numbers_of_other_packages_are_numbers(tmp_path):
+    log = logger(tmp_path)
+    log.log({"a": np.float32(1.5), "b": torch.tensor(2), "c": np.float32("nan"), "d": [np.int64(3)]}, 1)
+    log.close()
+    record = records(tmp_path / "metrics.jsonl")[0]
+    assert [record[name] for name in "abcd"] == [1.5, 2, None, [3]]
+
+
 def test_a_resumed_run_has_each_step_once(tmp_path):
     log_steps(tmp_path, range(6), 1.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -48,12 +58,13 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert [r["step"] for r in records(tmp_path / "samples.jsonl")] == [s for s in range(8) for _ in range(2)]
 
 
-def test_a_broken_line_is_dropped_on_resume(tmp_path):
+def test_a_broken_line_is_dropped_on_resume_and_named(tmp_path, caplog):
     log_steps(tmp_path, range(2), 1.0)
     whole = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(whole.replace("\n", "\n\0\0\n" + "[" * 9000 + "\n[]\n", 1))
     log_steps(tmp_path, [2], 1.0, resumed_step=1)
     assert [r["step"] for r in records(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert "metrics.jsonl: dropped what is no record, in line 2, 3, 4" in caplog.text
 
 
 def test_a_new_run_begins_with_empty_files_and_keeps_those_of_an_earlier_one(tmp_path):
