@@ -3,8 +3,6 @@
 `feature.py` has the hooks, and the table in `fsdptrain/features/__init__.py` the order.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def load_features(config: Config, checkpoint: Path) -> Features:
+def load_features(config: Config, checkpoint: Path) -> "Features":
     """Create the features that `config` turns on. Collective. Raises ConfigError if a package is missing."""
     with raise_on_all_ranks(ConfigError, "packages"):
         check_packages(config, config.optional)
@@ -49,19 +47,19 @@ class Features(tuple["Feature", ...]):
 
     __slots__ = ()
 
-    def first(self, hook: Callable[[Feature], T | None]) -> T | None:
+    def first(self, hook: "Callable[[Feature], T | None]") -> T | None:
         """Return the first result that is not None."""
         return next((result for result in map(hook, self) if result is not None), None)
 
-    def merged(self, hook: Callable[[Feature], Mapping[str, T]]) -> dict[str, T]:
+    def merged(self, hook: "Callable[[Feature], Mapping[str, T]]") -> dict[str, T]:
         return {name: value for mapping in map(hook, self) for name, value in mapping.items()}
 
-    def chained(self, hook: Callable[[Feature, T], T], value: T) -> T:
+    def chained(self, hook: "Callable[[Feature, T], T]", value: T) -> T:
         """Let each feature change the result of the one before, the first one `value`."""
         return reduce(lambda result, feature: hook(feature, result), self, value)
 
     @contextmanager
-    def entered(self, hook: Callable[[Feature], AbstractContextManager[None]]) -> Iterator[None]:
+    def entered(self, hook: "Callable[[Feature], AbstractContextManager[None]]") -> Iterator[None]:
         with ExitStack() as stack:
             for context in map(hook, self):
                 stack.enter_context(context)
@@ -70,22 +68,22 @@ class Features(tuple["Feature", ...]):
     def without(self) -> AbstractContextManager[None]:
         return self.entered(lambda feature: feature.without())
 
-    def export_weight(self, name: str) -> ChangeWeight | None:
+    def export_weight(self, name: str) -> "ChangeWeight | None":
         changes = [change for change in (feature.export_weight(name) for feature in self) if change is not None]
         if not changes:
             return None
         return lambda tensor: reduce(lambda x, change: change(x), changes, tensor)  # dequantized, then merged
 
     @property
-    def prompt_processor(self) -> PromptProcessor | None:
+    def prompt_processor(self) -> "PromptProcessor | None":
         return self.first(lambda feature: feature.prompt_processor)
 
     @property
-    def packer(self) -> Packer | None:
+    def packer(self) -> "Packer | None":
         return self.first(lambda feature: feature.packer)
 
     @property
-    def adapter(self) -> Adapter | None:
+    def adapter(self) -> "Adapter | None":
         return self.first(lambda feature: feature.adapter)
 
 

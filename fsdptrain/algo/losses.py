@@ -5,8 +5,6 @@ the options that it reads in fsdptrain/config/presets.py. Alternatively, pass `-
 needs neither.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from fsdptrain.registry import Table
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 _CLIPPED, _WEIGHTED = "fsdptrain.algo.clipped_losses", "fsdptrain.algo.weighted_losses"
 
-LOSSES: Table[Loss] = Table(
+LOSSES: "Table[Loss]" = Table(
     {
         "grpo": f"{_CLIPPED}:grpo",
         "gspo": f"{_CLIPPED}:gspo",

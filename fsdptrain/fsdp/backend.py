@@ -1,7 +1,5 @@
 """The training backend on PyTorch FSDP2: any transformers model, one process per device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -105,14 +103,14 @@ class FSDPBackend:
         """Log lines about the layout."""
         return [self.layout_probe.line]
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> "list[Kernel]":
         """Return the kernels that compute the parts of the model."""
         from fsdptrain.model.probes.kernels import kernels
 
         device_type, dtype = platform.device_type(), self.compute_dtype
         return kernels(self._model, device_type=device_type, compute_dtype=dtype, probe=self.layout_probe)
 
-    def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+    def compute_logprobs(self, batches: Sequence[PackedBatch], model: "ModelRole") -> list[LogProbs]:
         """Compute the logprobs of each batch at the rollout temperature, without gradient, on the CPU.
 
         For `reference` the weights are swapped once for all batches. A reference exists only if a KL term needs it.
@@ -122,7 +120,7 @@ class FSDPBackend:
             found = [self._logprobs(batch.to(self.device), role=model) for batch in batches]
             return [LogProbs(x.values.cpu(), extras={name: y.cpu() for name, y in x.extras.items()}) for x in found]
 
-    def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
+    def train_step(self, batches: Sequence[PackedBatch], loss: "Loss", config: LossConfig) -> Metrics:
         """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs.
 
         If no rank has a loss token, the weights stay and only the learning-rate schedule advances. Otherwise the step
@@ -148,7 +146,7 @@ class FSDPBackend:
         metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | of_features
         return metrics | self._optimizer.end_step(norm_value, finite=finite)
 
-    def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, naming: "Naming" = "hub") -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors in the compute dtype on the device, layer by layer.
 
         Every rank receives all tensors and must iterate to the end.
@@ -232,7 +230,7 @@ class FSDPBackend:
         return None if self.features.adapter is None else self.features.adapter.identity()
 
     @contextmanager
-    def _weights_of(self, role: ModelRole) -> Iterator[None]:
+    def _weights_of(self, role: "ModelRole") -> Iterator[None]:
         """Run the model as `role` within the context."""
         if role == "policy":
             yield
@@ -244,7 +242,7 @@ class FSDPBackend:
         with self.features.without(), self._reference.swapped_into(self._model):
             yield
 
-    def _logprobs(self, batch: PackedBatch, *, role: ForwardRole = "train", with_entropy: bool = False) -> LogProbs:
+    def _logprobs(self, batch: PackedBatch, *, role: "ForwardRole" = "train", with_entropy: bool = False) -> LogProbs:
         return policy_logprobs(
             self._model,
             batch,
@@ -274,7 +272,7 @@ class FSDPBackend:
         check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
         return probe
 
-    def _load_bank(self) -> ReferenceBank | None:
+    def _load_bank(self) -> "ReferenceBank | None":
         """Load the weights of --ref-load, if the run needs them."""
         if not self._config.needs_reference or self._config.ref.load is None:
             return None
@@ -282,7 +280,7 @@ class FSDPBackend:
 
         return load_bank(self._config, self.features, self._meshes)
 
-    def _choose_bank(self, loaded: ReferenceBank | None) -> ReferenceBank | None:
+    def _choose_bank(self, loaded: "ReferenceBank | None") -> "ReferenceBank | None":
         if not self._config.needs_reference:
             return None
         from fsdptrain.fsdp.reference import choose_bank
@@ -290,7 +288,7 @@ class FSDPBackend:
         return choose_bank(self._model, self._config, self.features, loaded)
 
 
-def _build_stager(config: Config) -> HostStager | None:
+def _build_stager(config: Config) -> "HostStager | None":
     if not config.run.async_save:
         return None
     from fsdptrain.fsdp.shard_files import HostStager

@@ -3,8 +3,6 @@
 No rank ever holds more than one decoder layer (or the embedding) in full.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -29,7 +27,7 @@ def stream_weights(
     model: PreTrainedModel,
     *,
     dtype: torch.dtype,
-    naming: Naming,
+    naming: "Naming",
     features: Features = NO_FEATURES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of everything in a checkpoint, on the device of the shards. Collective.
@@ -74,7 +72,7 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def full_weight(tensor: Tensor, dtype: torch.dtype, change: ChangeWeight | None = None) -> Tensor:
+def full_weight(tensor: Tensor, dtype: torch.dtype, change: "ChangeWeight | None" = None) -> Tensor:
     """Gather a parameter in `dtype`, or a buffer in its own. change: makes the shard to gather in place of `tensor`."""
     dtype = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     if change is None:

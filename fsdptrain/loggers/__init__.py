@@ -4,8 +4,6 @@ A plug-in is a callable `(RunInfo) -> Logger`: an entry point `loggers.<name>` o
 `--log-to package.module:MyLogger`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOGGERS", "RunInfo", "build_loggers"]
 
-LOGGERS: Table[Callable[[RunInfo], Logger]] = Table(
+LOGGERS: "Table[Callable[[RunInfo], Logger]]" = Table(
     {
         "console": "fsdptrain.loggers.console:ConsoleLogger",
         "wandb": "fsdptrain.loggers.dashboards:open_wandb",
@@ -39,7 +37,7 @@ def build_loggers(
     total_steps: int,
     resumed_step: int | None = None,
     config: Config | None = None,
-) -> list[Logger]:
+) -> "list[Logger]":
     """Build the loggers of a run, JSONL first. Returns an empty list except on rank 0.
 
     Step k is logged after the k-th rollout, starting at 1; step 0 is the evaluation before training. With

@@ -4,8 +4,6 @@ FSDP2 gathers the weight of the head only inside the root's forward, so the logp
 stays available for `check_head`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,7 +90,7 @@ class PolicyForward:
         layout: Layout,
         temperature: float = 1.0,
         truncation: Truncation = UNTRUNCATED,
-        role: ForwardRole = "train",
+        role: "ForwardRole" = "train",
         with_entropy: bool = False,
         stock_head: bool = False,
     ) -> dict[str, Tensor]:
@@ -113,7 +111,7 @@ class PolicyForward:
     def _head(
         self,
         batch: PackedBatch,
-        rows: Rows,
+        rows: "Rows",
         output: Any,
         temperature: float,
         truncation: Truncation,
@@ -171,7 +169,7 @@ def policy_logprobs(
     layout: Layout,
     temperature: float = 1.0,
     truncation: Truncation = UNTRUNCATED,
-    role: ForwardRole = "train",
+    role: "ForwardRole" = "train",
     with_entropy: bool = False,
 ) -> LogProbs:
     """Compute the logprobs of the labels of `batch`, which is on the device. Collective if the model is sharded.

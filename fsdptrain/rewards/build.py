@@ -4,8 +4,6 @@ A reward is a function (prompt, response text) -> reward, usually 0 or 1, or Non
 the other forms. To add one, register it in `REWARDS`, or pass `--reward package.module:function`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from fsdptrain.types import Prompt
 if TYPE_CHECKING:
     from fsdptrain.protocols import RewardFunction
 
-REWARDS: registry.Table[RewardFunction] = registry.Table(
+REWARDS: "registry.Table[RewardFunction]" = registry.Table(
     {
         "environment": "fsdptrain.rewards.functions:environment",
         "reasoning_gym": "fsdptrain.rewards.gym:reasoning_gym",
@@ -37,7 +35,7 @@ GENERATOR = "reasoning_gym:"
 RESERVED = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 
 
-def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> WeightedSum:
+def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
     """Build the weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]. Components are reported by name.
 
     `auto` selects the reasoning-gym scorer for its data, else the environment's reward, else `math`. Raises ConfigError
@@ -63,7 +61,7 @@ def check_reward(reward: RewardConfig, *, prompt_data: str, has_environment: boo
 class Component:
     name: str  # key in Sample.rewards
     weight: float
-    function: RewardFunction
+    function: "RewardFunction"
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class WeightedSum:
         return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
 
 
-def reads_environment(reward: RewardFunction | WeightedSum) -> bool:
+def reads_environment(reward: "RewardFunction | WeightedSum") -> bool:
     """Return whether the environment's reward can affect `reward`. True for custom functions, which are unknown."""
     known = set(REWARDS.values()) - {REWARDS["environment"]}
     functions = [part.function for part in reward.components] if isinstance(reward, WeightedSum) else [reward]

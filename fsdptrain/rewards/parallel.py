@@ -1,7 +1,5 @@
 """The rewards of a run: all samples of a rank at once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -63,7 +61,7 @@ class ParallelReward:
 
     def __init__(
         self,
-        reward: RewardFunction | WeightedSum,
+        reward: "RewardFunction | WeightedSum",
         *,
         num_workers: int,
         timeout: float,
@@ -77,7 +75,7 @@ class ParallelReward:
         components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
         self._runners: list[Direct | ProcessPool | EventLoop] = [self._start(each, num_workers) for each in components]
 
-    def _start(self, component: Component, num_workers: int) -> Direct | ProcessPool | EventLoop:
+    def _start(self, component: Component, num_workers: int) -> "Direct | ProcessPool | EventLoop":
         calls = RewardCalls(component.function, component.name, _where(component), self._timeout)
         if calls.is_async:
             from fsdptrain.rewards.local import EventLoop
@@ -158,11 +156,11 @@ def _where(component: Component) -> str:
     return f"--reward {function.__module__}:{qualified}"
 
 
-def _is_ours(function: RewardFunction) -> bool:
+def _is_ours(function: "RewardFunction") -> bool:
     return str(getattr(function, "__module__", "")).startswith("fsdptrain.rewards.")
 
 
-def build_parallel(config: Config, reward: RewardFunction | WeightedSum) -> ParallelReward:
+def build_parallel(config: Config, reward: "RewardFunction | WeightedSum") -> ParallelReward:
     """Start the rewards of a run with --reward-workers, --reward-timeout and the patience of --dist-timeout."""
     patience, workers = config.reward_patience, config.reward.reward_workers
     data = (config.data.prompt_data, config.data.eval_prompt_data or config.data.prompt_data)

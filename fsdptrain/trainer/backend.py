@@ -1,7 +1,5 @@
 """Build the training backend and log how it computes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BACKENDS: Table[Callable[..., TrainBackend]] = Table(
+BACKENDS: "Table[Callable[..., TrainBackend]]" = Table(
     {"fsdp": "fsdptrain.fsdp.backend:FSDPBackend", "megatron": "fsdptrain.megatron.backend:MegatronBackend"}
 )
 
@@ -31,7 +29,7 @@ def build_backend(
     *,
     features: Features | None = None,
     before_load: Callable[[PreTrainedModel], None] | None = None,
-) -> TrainBackend:
+) -> "TrainBackend":
     """Build the backend selected by --backend. Does not import the other backend. Collective.
 
     features, before_load: see `FSDPBackend`.
@@ -44,7 +42,7 @@ def build_backend(
 
 def open_backend(
     config: Config, features: Features, *, before_load: Callable[[PreTrainedModel], None] | None
-) -> TrainBackend:
+) -> "TrainBackend":
     """Load the policy and log how it is computed. Collective."""
     backend = build_backend(config, features=features, before_load=before_load)
     for line in backend.lines:
@@ -58,7 +56,7 @@ def open_backend(
     return backend
 
 
-def _report_fallbacks(backend: TrainBackend, *, strict: bool) -> None:
+def _report_fallbacks(backend: "TrainBackend", *, strict: bool) -> None:
     """Log one warning per fallback kernel on a device. With --strict, raise ConfigError on all ranks. Collective."""
     if not strict and not platform.has_accelerator():
         return

@@ -4,8 +4,6 @@ Modules that only some runs need (environments, evaluation, SFT) are imported wh
 them on.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -77,16 +75,16 @@ class Prepared:
 
     config: Config  # resolved
     features: Features
-    environment: LoadedEnvironment | None
+    environment: "LoadedEnvironment | None"
     tokenizer: PreTrainedTokenizerBase
     folder: RunFolder
-    loss: Loss
+    loss: "Loss"
     advantages: AdvantageRule
     data: RunData
-    builder: SampleBuilder | None  # of supervised samples
+    builder: "SampleBuilder | None"  # of supervised samples
     held_out: list[Sample] | None  # supervised
-    make_engine: Callable[..., RolloutEngine] | None
-    reward: RewardFunction | WeightedSum
+    make_engine: "Callable[..., RolloutEngine] | None"
+    reward: "RewardFunction | WeightedSum"
     rewards: ParallelReward | None
 
 
@@ -95,7 +93,7 @@ def prepare(
     files: Path,
     stack: ExitStack,
     *,
-    reward: RewardFunction | None = None,
+    reward: "RewardFunction | None" = None,
     dataset: Sequence[Mapping[str, Any]] | None = None,
     eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prepared:
@@ -143,7 +141,7 @@ def prepare(
 
 @contextmanager
 def build_loop(
-    config: Config, *, trainer: Trainer, stop: StopRequest, **data_and_reward: Any
+    config: Config, *, trainer: "Trainer", stop: StopRequest, **data_and_reward: Any
 ) -> Iterator[TrainingLoop]:
     """Prepare the run, then build the model and the engine. Close all of them on exit. Arguments: see `prepare`."""
     with ExitStack() as stack:
@@ -222,7 +220,7 @@ def build_loop(
         )
 
 
-def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:
+def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> "list[Logger]":
     """Open the loggers of rank 0; `stack` closes them. If one fails, all ranks raise the error. Collective."""
     with raise_on_all_ranks(ConfigError, "--log-to"):
         loggers = build_loggers(
@@ -238,8 +236,8 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 
 def open_engine(
-    config: Config, backend: TrainBackend, make: Callable[..., RolloutEngine], checkpoint: Path
-) -> RolloutEngine:
+    config: Config, backend: "TrainBackend", make: "Callable[..., RolloutEngine]", checkpoint: Path
+) -> "RolloutEngine":
     """Build the engine. With --offload-train the device holds only the trainer's weights then, as in a weight sync."""
     if not config.sync.offload_train:
         return make(config, checkpoint=checkpoint, device=platform.local_device())
@@ -250,7 +248,7 @@ def open_engine(
     return engine
 
 
-def build_weight_sync(config: Config, engine: RolloutEngine, backend: TrainBackend) -> WeightSync:
+def build_weight_sync(config: Config, engine: "RolloutEngine", backend: "TrainBackend") -> WeightSync:
     """Connect the backend to the engine."""
     if isinstance(engine, FeatureEngine):
         engine.use_features(backend.features)

@@ -1,7 +1,5 @@
 """Old and reference logprobs of a rollout, computed before its first update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,7 +21,7 @@ class LogprobPasses:
     """Fills `old_logprobs` and `ref_logprobs` of packs. Collective, because the backend's methods are."""
 
     config: Config
-    backend: TrainBackend
+    backend: "TrainBackend"
     features: Features = NO_FEATURES
 
     def compute(self, steps: Sequence[StepBatches]) -> list[StepBatches]:

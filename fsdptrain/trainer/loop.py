@@ -1,7 +1,5 @@
 """The training loop: rollouts in, optimizer steps, weights back to the engine."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -48,14 +46,14 @@ class TrainingLoop:
     tokenizer: PreTrainedTokenizerBase
     stream: PromptStream
     source: SampleSource
-    loss: Loss
+    loss: "Loss"
     advantages: AdvantageRule
-    backend: TrainBackend
+    backend: "TrainBackend"
     weight_sync: WeightSync | None  # with the engine; None: the run never generates
-    evaluation: Evaluation | LossEvaluation | None
+    evaluation: "Evaluation | LossEvaluation | None"
     phases: Phases
     report: Reporter
-    trainer: Trainer  # for callbacks
+    trainer: "Trainer"  # for callbacks
     stop: StopRequest
     stopped: str = ""  # why the run has ended early
     stop_signal: int | None = None  # which signal has ended it

@@ -1,7 +1,5 @@
 """The phases of a rollout: each is timed, and finds the trainer's tensors where it needs them."""
 
-from __future__ import annotations
-
 import faulthandler
 import time
 from collections.abc import Callable, Iterator
@@ -55,7 +53,7 @@ class Phases:
     nearly as long as --dist-timeout, each rank writes its stacks to stderr.
     """
 
-    def __init__(self, config: Config, backend: TrainBackend, engine: RolloutEngine | None) -> None:
+    def __init__(self, config: Config, backend: "TrainBackend", engine: "RolloutEngine | None") -> None:
         self._patience = 0.9 * config.launch.dist_timeout  # [s]
         self._engine = engine
         self._offloading = backend if config.sync.offload_train else None

@@ -1,7 +1,5 @@
 """What a checkpoint holds beside the weights: the progress of a run. Writing and resuming it."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,17 +25,11 @@ class Progress:
     """How far a run is: `step` rollouts were trained on, which is also the version of the policy."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, *, backend: TrainBackend, stream: PromptStream, report: Reporter
+        self, config: Config, folder: RunFolder, *, backend: "TrainBackend", stream: PromptStream, report: Reporter
     ) -> None:
         self.step = 0
         self.saved: int | None = None  # step of the newest checkpoint
-        self.checkpoints: CheckpointFolder | None = None
-        if config.run.keep_last:
-            from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-
-            self.checkpoints = CheckpointFolder(
-                folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
-            )
+        self.checkpoints = _open_checkpoints(config, folder.path) if config.run.keep_last else None
         self._num_updates = 0  # optimizer steps that were not skipped
         self._inputs = folder.inputs
         self._config = config
@@ -103,3 +95,9 @@ class Progress:
             self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
         self.step = self.saved = self._backend.load(checkpoint)
         self._num_updates = progress.get("num_updates", 1)
+
+
+def _open_checkpoints(config: Config, run: Path) -> "CheckpointFolder":
+    from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+
+    return CheckpointFolder(run, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout)

@@ -1,7 +1,5 @@
 """Metrics of each rollout: samples, training, speed and memory, to the loggers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +32,7 @@ class Reporter:
     def __init__(
         self,
         config: Config,
-        loggers: Sequence[Logger],
+        loggers: "Sequence[Logger]",
         *,
         stream: PromptStream,
         speed: Speed,

@@ -1,7 +1,5 @@
 """`Trainer`: a run from Python."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -61,13 +59,13 @@ class Trainer:
         self,
         config: Config | None = None,
         *,
-        reward: RewardFunction | None = None,
+        reward: "RewardFunction | None" = None,
         dataset: Rows | None = None,
         eval_dataset: Rows | None = None,
         environment: Any = None,
-        loss: Loss | None = None,
+        loss: "Loss | None" = None,
         advantage: Callable[..., Any] | None = None,
-        engine: RolloutEngine | Callable[..., RolloutEngine] | None = None,
+        engine: "RolloutEngine | Callable[..., RolloutEngine] | None" = None,
         optimizer: Callable[..., Any] | None = None,
         callbacks: Sequence[Callback] = (),
         **unknown: Never,

@@ -3,8 +3,6 @@
 docs/rollouts.md explains why a replica, and what it costs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,7 +35,7 @@ class HFEngine:
     Has no weights before the first `update_weights` and after `sleep`.
     """
 
-    weight_naming: Naming = "module"
+    weight_naming: "Naming" = "module"
 
     def __init__(
         self,
@@ -148,7 +146,7 @@ class HFEngine:
         routes = recorder.of_rows([len(completion.token_ids) for completion in made])
         return [replace(completion, routes=row) for completion, row in zip(made, routes, strict=True)]
 
-    def _recorder(self, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> RouteRecorder:
+    def _recorder(self, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> "RouteRecorder":
         if self._new_recorder is None:
             self._new_recorder = self._features.first(lambda feature: feature.route_recorder(self.model))
         if self._new_recorder is None:

@@ -1,7 +1,5 @@
 """Push the trainer's weights to the engine and verify that they arrived."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -25,7 +23,7 @@ Span = Callable[[str], AbstractContextManager[None]]  # times a stage, "sync"
 class WeightSync:
     """Weight syncs from one trainer to one engine."""
 
-    def __init__(self, engine: RolloutEngine, backend: TrainBackend, verifier: WeightVerifier | None) -> None:
+    def __init__(self, engine: "RolloutEngine", backend: "TrainBackend", verifier: "WeightVerifier | None") -> None:
         self.engine = engine
         self._backend = backend
         self._verifier = verifier
@@ -67,7 +65,7 @@ class WeightSync:
             yield name, tensor
 
 
-def build_verifier(config: Config, engine: RolloutEngine) -> WeightVerifier | None:
+def build_verifier(config: Config, engine: "RolloutEngine") -> "WeightVerifier | None":
     """None if the engine cannot be verified, or must not be. The embedded engine copies the weights in this process."""
     if not config.run.verify_weight_sync or config.rollout.engine == "hf":
         return None

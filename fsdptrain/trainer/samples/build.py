@@ -1,7 +1,5 @@
 """Build what makes samples: rewards, the sampler, builders of supervised samples, the source."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -44,9 +42,9 @@ AGENT_SAMPLER = registry.Table[Callable[..., Sampler]]({"agent": "fsdptrain.agen
 
 def open_rewards(
     config: Config,
-    reward: RewardFunction | WeightedSum,
+    reward: "RewardFunction | WeightedSum",
     data: RunData,
-    environment: LoadedEnvironment | None,
+    environment: "LoadedEnvironment | None",
     stack: ExitStack,
 ) -> ParallelReward:
     """Start the rewards. Rank 0 calls those of the user once. Raises ConfigError on all ranks. Collective."""
@@ -70,9 +68,9 @@ def open_rewards(
 def build_sampler(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    engine: RolloutEngine,
+    engine: "RolloutEngine",
     reward: ParallelReward,
-    environment: LoadedEnvironment | None,
+    environment: "LoadedEnvironment | None",
 ) -> Sampler:
     """Build the sampler of single responses, or of episodes."""
     if environment is None:
@@ -90,7 +88,7 @@ def build_sampler(
     return MultiTurn.of(config, tokenizer, environment=environment, **options)
 
 
-def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: PromptStream) -> SampleBuilder | None:
+def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: PromptStream) -> "SampleBuilder | None":
     """Return the builder of supervised samples; None in RL. Raises DataError if none of the first rows is usable."""
     if config.algorithm.algorithm != "sft":
         return None
@@ -106,11 +104,11 @@ def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: P
 def build_source(
     config: Config,
     stream: PromptStream,
-    builder: SampleBuilder | None,
+    builder: "SampleBuilder | None",
     sampler: Sampler | None,
     advantages: AdvantageRule,
     *,
-    engine: RolloutEngine | None,
+    engine: "RolloutEngine | None",
     threads: Executor | None,
 ) -> SampleSource:
     """Build the source of training samples. threads: where groups are generated with --max-staleness."""
@@ -140,7 +138,7 @@ def build_source(
     return build_continuous(config, engine, threads, **values)
 
 
-def shaping_rule(config: Config) -> ShapingRule | None:
+def shaping_rule(config: Config) -> "ShapingRule | None":
     """Build the rule that shapes rewards by length. None without --overlong-penalty."""
     if not config.shaping.overlong_penalty:
         return None

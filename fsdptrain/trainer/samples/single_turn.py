@@ -1,7 +1,5 @@
 """Samplers: completions of prompts, scored by the reward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -51,7 +49,7 @@ class Sampler(Protocol):
 Generate = Callable[[Sequence[Prompt], SamplingParams], list[Completion]]
 
 
-def generate_with(engine: RolloutEngine, *, in_flight: bool) -> Generate:
+def generate_with(engine: "RolloutEngine", *, in_flight: bool) -> Generate:
     if not in_flight:
         return engine.generate
     from fsdptrain.rollout.in_flight import InFlightEngine
@@ -69,7 +67,7 @@ def rollout_errors(*, in_flight: bool) -> AbstractContextManager[object]:
 class SingleTurn:
     """One completion per sample, scored by the reward function."""
 
-    engine: RolloutEngine
+    engine: "RolloutEngine"
     reward: ParallelReward
     tokenizer: PreTrainedTokenizerBase
 
