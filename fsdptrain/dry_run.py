@@ -185,8 +185,7 @@ def _prompts(run: "Prepared", rows: "Sequence[Row]", files: Path) -> tuple[list[
     """Return the tokens of prompts that are not skipped, and how many are."""
     from fsdptrain.data.prompts import make_prompt
     from fsdptrain.model.loading.meta import model_config
-    from fsdptrain.rollout.embedded.engine import check_length
-    from fsdptrain.rollout.embedded.replica import max_positions
+    from fsdptrain.rollout.embedded.engine import check_prompt
 
     config, stream = run.config, run.data.stream
     budget = config.prompt_budget
@@ -195,8 +194,8 @@ def _prompts(run: "Prepared", rows: "Sequence[Row]", files: Path) -> tuple[list[
     skipped = f", {len(rows) - len(fitting)} longer than {budget} are skipped" * (len(fitting) < len(rows))
     fitting += run.data.prompts
     if config.rollout.engine == "hf" and run.environment is None:
-        positions = max_positions(model_config(files, trust_remote_code=config.model.trust_remote_code))
+        model = model_config(files, trust_remote_code=config.model.trust_remote_code)
         for prompt in fitting:
             limit, most = config.rollout.max_response_len, config.rollout.max_batch_tokens
-            check_length(prompt, limit, max_batch_tokens=most, max_positions=positions)
+            check_prompt(prompt, limit, model, max_batch_tokens=most)
     return [prompt.token_ids for prompt in fitting], skipped

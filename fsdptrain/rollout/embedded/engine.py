@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
-from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialize, max_positions, release
+from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialize, release
 from fsdptrain.rollout.sampling import uniform_stream
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import Completion, Prompt, SamplingParams
@@ -50,7 +51,6 @@ class HFEngine:
         """data: see `stop_tokens`."""
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
         self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code, data=data)
-        self.max_positions = max_positions(self.model.config)
         self._features = NO_FEATURES
         self._new_recorder: Callable[..., RouteRecorder] | None = None  # created by the first request for routes
         self.device = device
@@ -80,7 +80,7 @@ class HFEngine:
             raise RolloutError("the embedded engine has no weights: call update_weights first, also after sleep()")
         limits = [sampling.limit_of(prompt) for prompt in prompts]
         for prompt, limit in zip(prompts, limits, strict=True):
-            check_length(prompt, limit, max_batch_tokens=self.max_batch_tokens, max_positions=self.max_positions)
+            check_prompt(prompt, limit, self.model.config, max_batch_tokens=self.max_batch_tokens)
         stop = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
         chunks = plan_chunks(
             [len(prompt.token_ids) for prompt in prompts],
@@ -165,11 +165,18 @@ class HFEngine:
         return Completion(prompt.id, tokens[:length], logprobs[:length], reason, self.policy_version)
 
 
-def check_length(prompt: Prompt, limit: int, *, max_batch_tokens: int, max_positions: int | None) -> None:
+def check_prompt(prompt: Prompt, limit: int, config: PreTrainedConfig, *, max_batch_tokens: int) -> None:
     """Raise RolloutError unless the engine can continue `prompt` by `limit` tokens."""
-    length = len(prompt.token_ids)
+    text = config.get_text_config(decoder=True)
+    length, num_tokens = len(prompt.token_ids), getattr(text, "vocab_size", None)
+    max_positions = getattr(text, "max_position_embeddings", None)  # other names are mapped to it; ALiBi has none
     if length == 0:
         raise RolloutError(f"prompt {prompt.id!r} has no tokens: a prompt needs at least one")
+    if prompt.images is None and num_tokens is not None and max(prompt.token_ids) >= num_tokens:
+        raise RolloutError(
+            f"prompt {prompt.id!r} has token {max(prompt.token_ids)}, and the model has {num_tokens} tokens: the "
+            "tokenizer has added tokens for which the model was not resized; leave them out of the row"
+        )
     if length + limit > max_batch_tokens:
         raise RolloutError(
             f"--rollout-max-batch-tokens {max_batch_tokens} cannot hold prompt {prompt.id!r} of {length} "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import RolloutError
@@ -93,9 +93,3 @@ def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
         raise RolloutError(
             f"the weights do not fit the rollout model ({found}); trainer and engine must load one model"
         )
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return the longest sequence of a model; None if its config has no limit. [tokens]"""
-    text = config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None)  # other names are mapped to it; ALiBi models have none

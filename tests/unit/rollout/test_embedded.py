@@ -230,6 +230,7 @@ def test_a_new_or_sleeping_engine_has_no_weights_and_refuses_until_they_come(eng
     ("prompt", "sampling", "message"),
     [
         (Prompt("void", [], ""), SAMPLING, "'void' has no tokens"),
+        (Prompt("added", [5, 5000], ""), SAMPLING, "'added' has token 5000, and the model has .* leave them out"),
         (Prompt("long", [5] * 1001, ""), SAMPLING, "1024 positions.*--rollout-max-prompt-len"),
         (Prompt("wide", [5] * 300, ""), SAMPLING, "--rollout-max-batch-tokens 320.*--rollout-max-response-len 24"),
     ],
