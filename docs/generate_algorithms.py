@@ -36,7 +36,7 @@ WHEN = {  # when to use an algorithm
     "reinforce": "One optimizer step per rollout; nothing to tune.",
     "rloo": "As reinforce, with an unbiased baseline.",
     "reinforce++_baseline": "Few samples per prompt: advantages are scaled over the whole batch.",
-    "opd": "A stronger model of the same tokenizer exists: [distillation](distillation.md), denser than rewards.",
+    "opd": "A stronger model with the same tokenizer exists: [distillation](distillation.md), a denser signal.",
     "sft": "Supervised training without rollouts, see [sft.md](sft.md).",
 }
 
@@ -61,8 +61,8 @@ A group is the samples of one prompt, with rewards s.
 LOSS_HEAD = """
 ## Losses
 
-`--loss NAME`, or your own function: `--loss package.module:function`, with the arguments and the result of those in
-`fsdptrain/algo/losses.py`. Every loss supports the KL and entropy terms. All except `prime_rl` and `sft` compare with
+`--loss NAME`, or a custom function: `--loss package.module:function`, with the same arguments and result as those in
+`fsdptrain/algo/losses.py`. Every loss supports the KL and entropy terms. All except `prime_rl` and `sft` use
 the old policy, and therefore support `--use-rollout-logprobs`, `--use-opsm` and the corrections below.
 """
 

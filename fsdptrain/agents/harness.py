@@ -17,20 +17,20 @@ from fsdptrain.errors import ConfigError, describe
 from fsdptrain.types import Prompt
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-MODEL = "policy"  # name of the model in requests; every other name is accepted too
+MODEL = "policy"  # model name in requests; the endpoint accepts any name
 
 
 class AgentError(Exception):
-    """A program that failed. Its episode is unscored."""
+    """An agent failed. Its episode gets no score."""
 
 
 class Harness(Protocol):
-    """Runs an episode whose model calls go to `url` with `key`. Returns its reward, None: none. Called from threads."""
+    """Run an episode that calls the model at `url` with `key`. Returns its reward or None. Called from threads."""
 
     def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any: ...
 
     def close(self) -> None:
-        """End what still runs."""
+        """End running episodes."""
         ...
 
 
@@ -38,7 +38,7 @@ class Harness(Protocol):
 class AsyncFunction:
     """`async def run_episode(client, prompt) -> float | dict | None`, with an openai.AsyncOpenAI client.
 
-    Each episode has an event loop of its own, so that one that blocks does not hold up the others.
+    Each episode runs in a separate event loop, so an episode that blocks does not delay the others.
     """
 
     function: Callable[[Any, Prompt], Awaitable[Any]]
@@ -56,7 +56,7 @@ class AsyncFunction:
         return asyncio.run(self._run(prompt, url, key, timeout))
 
     def close(self) -> None:
-        """Nothing: an episode ends with its thread."""
+        """Do nothing: an episode ends with its thread."""
 
     async def _run(self, prompt: Prompt, url: str, key: str, timeout: float) -> Any:
         import openai
@@ -74,7 +74,7 @@ class AsyncFunction:
 
 @cache
 def _ssl_context() -> ssl.SSLContext:
-    """One for all clients: it takes longer to make than an episode of a small model."""
+    """Share one context: creating it takes longer than an episode of a small model."""
     return ssl.create_default_context()
 
 
@@ -105,7 +105,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**program_environment(), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL},
-            start_new_session=True,  # a process group, to end what it starts too
+            start_new_session=True,  # a process group, so that its children can be killed
             text=True,
             errors="replace",
         ) as process:
@@ -128,7 +128,7 @@ class Command:
 
 
 def program_environment() -> dict[str, str]:
-    """Return the variables of a program: those of the trainer without its ranks, and no proxy for the endpoint."""
+    """Return the trainer's environment without the variables of its ranks and without a proxy for the endpoint."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
     no_proxy = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {**kept, "no_proxy": no_proxy, "NO_PROXY": no_proxy}
@@ -140,7 +140,7 @@ def _kill(group: int) -> None:
 
 
 def _printed_reward(out: str) -> Any:
-    """Return the reward in the last line, None if there is none."""
+    """Return the reward in the last line, or None."""
     lines = out.strip().splitlines()
     with suppress(ValueError, RecursionError):
         found = json.loads(lines[-1]) if lines else None

@@ -22,7 +22,7 @@ def gspo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
     """One ratio per sequence, clipped as in grpo (GSPO, arXiv 2507.18071).
 
     s_i = exp(mean_t(l - lo)); r = s_i with the gradient of l (token form of the paper), then as grpo. With equal token
-    weights, the gradient equals that of the sequence form.
+    weights, the gradient equals the gradient of the sequence form.
     """
     tokens = at_loss_tokens(batch, logprobs)
     mean = sequence_mean(tokens, (tokens.logprobs - tokens.old_logprobs).detach())

@@ -39,7 +39,7 @@ def sapo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
     """Soft gate instead of the clip (SAPO, arXiv 2511.20347).
 
     -(4 / tau) sigmoid(tau (r - 1)) A, r = exp(l - lo), tau = sapo_tau_pos where A > 0, else sapo_tau_neg. On-policy,
-    the gradient is that of -A l for any tau.
+    the gradient equals the gradient of -A l for any tau.
     """
     tokens = at_loss_tokens(batch, logprobs)
     ratio = tokens.log_ratio.exp()
@@ -53,8 +53,8 @@ def prime_rl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> Loss
     """Policy gradient with ratios to the engine's logprobs, without old logprobs (default loss of prime-rl).
 
     -rho A for kept tokens, rho = exp(l - lr) with its gradient, plus 0.001 (l - lr)^2 on every token. A
-    token is kept if p - pr <= eps_clip_high where A > 0, and if p - pr >= -eps_clip elsewhere. The mask is that of
-    arXiv 2602.04879, the penalty that of arXiv 2602.02276.
+    token is kept if p - pr <= eps_clip_high where A > 0, and if p - pr >= -eps_clip elsewhere. The mask is
+    from arXiv 2602.04879, the penalty from arXiv 2602.02276.
     """
     tokens = at_loss_tokens(batch, logprobs)
     log_ratio = clamped(tokens.logprobs - tokens.rollout_logprobs)

@@ -1,8 +1,8 @@
 """Truncated sampling: which tokens top_p, top_k and min_p keep. The engine and the trainer share this function.
 
-The order is that of vLLM (Sampler.sample, docs of version 0.19): temperature, then min_p and top_k, then top_p within
-the remaining tokens. The kept tokens are always all tokens with at least some logit, so one threshold per row describes
-them. All tokens with exactly that logit are kept, so the set does not depend on the order of ties.
+The order follows vLLM (Sampler.sample, docs for version 0.19): temperature, then min_p and top_k, then top_p within the
+remaining tokens. The kept tokens are always those above a logit threshold, one per row. Ties at the threshold are kept,
+so the set does not depend on the order of ties.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The rewards of a run: all samples of a rank at once."""
+"""Compute the rewards of a rank's samples, in processes, an event loop or the calling thread."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FAST = ("environment", "exact", "format_tags")  # functions of ours that take less time than a message to a process
+FAST = ("environment", "exact", "format_tags")  # built-in, and faster than a message to a process
 GYM = ("reasoning_gym", "reasoning_gym_strict")  # as fast for tasks whose scorer compares texts or numbers:
 COMPARED = {f"reasoning_gym:{task}" for task in ("gsm_symbolic", "products", "spell_backward")}
 DEFAULT_TIMEOUT_S = 300.0
@@ -31,7 +31,7 @@ MAX_WORKERS = 8  # by default; each may import torch or load a model
 
 
 class Direct:
-    """Calls one reward in the thread that asks, one call at a time and without a deadline."""
+    """Calls one reward in the calling thread, one call at a time and without a deadline."""
 
     def __init__(self, reward: RewardCalls) -> None:
         self.reward = reward
@@ -39,7 +39,7 @@ class Direct:
 
     def run(self, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
         """Score the samples, in order."""
-        del lost  # no call is late
+        del lost  # there is no deadline
         jobs = self.reward.jobs(range(len(calls)))
         with self._calling:
             platform.use_local_device()
@@ -49,14 +49,13 @@ class Direct:
 
 
 class ParallelReward:
-    """A reward for all samples of a rank at once, from any thread. Close it to end its processes and threads.
+    """A reward for batches of samples. Thread-safe. `close` ends its processes and threads.
 
     Args:
         num_workers: processes per component; 0: none
-        fast: names of our functions that are called in the thread that asks
+        fast: names of built-in functions to call in the calling thread
         timeout: of one call [s]
-        patience: total time that late calls of all components may take in one rollout, because other ranks wait for
-            this rank [s]
+        patience: limit on the total time of timed-out calls in one rollout, while other ranks wait for this rank [s]
     """
 
     def __init__(
@@ -95,15 +94,15 @@ class ParallelReward:
             return Direct(calls)
 
     def close(self) -> None:
-        """End a `run` of another thread, too."""
+        """End all calls, including a `run` in another thread."""
         for runner in self._runners:
             runner.close()
 
     def check(self, prompts: Sequence[Prompt], *, call: bool) -> list[str]:
-        """Check that the signatures allow the calls. With `call`, also call each reward of the user with the prompts.
+        """Check the signatures. With `call`, also call each custom reward on prompts and labels.
 
-        Responses are the labels. Returns a line for each reward that can score none. Raises ConfigError if a signature
-        does not fit, or if a reward returns a value of a wrong type.
+        Returns a line for each reward that can score none of them. Raises ConfigError for a signature that does not fit
+        or a return value of a wrong type.
         """
         lines: list[str] = []
         for runner in self._runners:
@@ -123,13 +122,13 @@ class ParallelReward:
         return lines
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Score the samples, in order; a text says why a sample is unscored. Raises RolloutError."""
+        """Score the samples, in order. An outcome is a text if its sample has no score. Raises RolloutError."""
         lost = LostTime(self._patience)
         outcomes: list[Outcome] = [""] * len(calls)
         parts: dict[int, list[RewardResult]] = {index: [] for index in range(len(calls))}
         for runner in self._runners:
             for index, outcome in zip([*parts], runner.run([calls[index] for index in parts], lost), strict=True):
-                if isinstance(outcome, str):  # other rewards need not score it
+                if isinstance(outcome, str):  # skip the remaining rewards
                     outcomes[index] = outcome
                     del parts[index]
                 else:
@@ -161,7 +160,7 @@ def _is_ours(function: "RewardFunction") -> bool:
 
 
 def build_parallel(config: Config, reward: "RewardFunction | WeightedSum") -> ParallelReward:
-    """Start the rewards of a run with --reward-workers, --reward-timeout and the patience of --dist-timeout."""
+    """Start the rewards with --reward-workers, --reward-timeout and a patience from --dist-timeout."""
     patience, workers = config.reward_patience, config.reward.reward_workers
     data = (config.data.prompt_data, config.data.eval_prompt_data or config.data.prompt_data)
     is_compared = all(name.partition("?")[0] in COMPARED for name in data)

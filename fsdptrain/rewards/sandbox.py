@@ -1,10 +1,10 @@
-"""A program that runs Python code of a model under limits. `rewards/code.py` starts it as a script with `python -I`.
+"""Run model-written Python code under limits. `rewards/code.py` starts it as a script with `python -I`.
 
 It reads [code, tests or null, token] as JSON from an open file and empties the file. It writes a byte: 0 if the code
 has its own namespaces, else the errno of the refusal. If all tests have passed, it appends the token.
 
-Tests run in a process of their own, which the code cannot reach: it is forked before the file is read, and has neither
-the file nor the token. The tests use the names of the code through a socket (`remote.py`).
+The code runs in a process that is forked before the file is read, so it has neither the file nor the token. The tests
+stay in the first process and use the names of the code through a socket (`remote.py`).
 """
 
 import builtins
@@ -25,7 +25,7 @@ MEMORY_BYTES = 2 * 2**30  # address space of each process
 FILE_BYTES = 16 * 2**20  # of each file, also of the output
 NUM_FILES = 64  # open ones, of each process
 NUM_PROCESSES = 32  # and threads
-NUM_PROCESSES_OF_USER = 4096  # without namespaces, where those of the whole user count
+NUM_PROCESSES_OF_USER = 4096  # without namespaces, where all processes of the user count
 
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000  # unshare(2): user, processes, network
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _CAPABILITY_VERSION_3 = 1, 4, 38, 0x20080522
@@ -36,15 +36,15 @@ def main(descriptor: int, parent: int, has_tests: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     refusal = _enter_namespaces(libc)
     _die_with_parent(libc)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent has already died
         return
     if not refusal:
-        _go_on_in_child(libc)  # process 1 of the namespace: the kernel kills all others when it ends
+        _go_on_in_child(libc)  # process 1 of the namespace: when it ends, the kernel kills the others
     _go_on_in_child(libc)
     num_processes = NUM_PROCESSES_OF_USER if refusal else NUM_PROCESSES
     connection = _connect(libc, descriptor, num_processes) if has_tests else None
     if connection is not None and sys.platform == "linux":
-        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of the user reads the memory or the files of this one
+        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # other processes of the user cannot read its memory or files
     _limit(libc, num_processes)
     code, tests, token = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     os.ftruncate(descriptor, 0)
@@ -61,7 +61,7 @@ def main(descriptor: int, parent: int, has_tests: int) -> None:
     _test(tests, peer)
     if not peer.is_gone:
         os.pwrite(descriptor, token.encode(), 1)
-    os._exit(0)  # the handlers of the tests do not matter
+    os._exit(0)  # without exit handlers of the tests
 
 
 def _connect(libc: ctypes.CDLL, descriptor: int, num_processes: int) -> socket.socket:
@@ -88,7 +88,7 @@ def _run(code: str, name: str) -> dict[str, Any]:
 
 
 def _test(tests: str, peer: Any) -> None:
-    """Run the tests with the names of the code. A name of Python is that of the code only if the tests use no other."""
+    """Run the tests with the names of the code. It can replace a built-in name only if the tests use no other names."""
     compiled = compile(tests, "tests.py", "exec")
     names = _names(compiled)
     is_own = all(hasattr(builtins, name) for name in names)
@@ -115,7 +115,7 @@ def _test(tests: str, peer: Any) -> None:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the global names that the code reads, without those of its attributes' owners."""
+    """Return the global and attribute names that the code uses."""
     return {*code.co_names}.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
@@ -129,7 +129,7 @@ def _remote() -> ModuleType:
 
 
 def _enter_namespaces(libc: ctypes.CDLL) -> int:
-    """Return 0, or the errno of the refusal (ENOSYS on systems without namespaces)."""
+    """Return 0, or the errno of the failure (ENOSYS on systems without namespaces)."""
     if sys.platform != "linux":
         return 38
     if os.geteuid() == 0:

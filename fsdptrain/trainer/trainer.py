@@ -35,20 +35,20 @@ class Trainer:
 
     Args:
         config: every option; see fsdptrain.config.
-        reward: a function in place of `--reward`: (prompt, response text) -> float or {name: float}.
-        dataset: rows in place of `--prompt-data`.
-        eval_dataset: rows in place of `--eval-prompt-data`.
-        environment: in place of `--environment`: an object with `reset` and `step`, its class, or a function.
-        loss: a function in place of `--loss`: (batch, logprobs, config) -> fsdptrain.protocols.LossOutput.
-        advantage: a function in place of `--advantage-estimator`: (rewards, lengths) -> advantages.
-        engine: in place of `--rollout-engine`: an engine, or a function (config, *, checkpoint, device) -> engine.
-        optimizer: a function in place of `--optimizer`: (parameter groups, options) -> torch.optim.Optimizer.
+        reward: a function that replaces `--reward`: (prompt, response text) -> float or {name: float}.
+        dataset: rows that replace `--prompt-data`.
+        eval_dataset: rows that replace `--eval-prompt-data`.
+        environment: replaces `--environment`: an object with `reset` and `step`, its class, or a function.
+        loss: a function that replaces `--loss`: (batch, logprobs, config) -> fsdptrain.protocols.LossOutput.
+        advantage: a function that replaces `--advantage-estimator`: (rewards, lengths) -> advantages.
+        engine: replaces `--rollout-engine`: an engine, or a function (config, *, checkpoint, device) -> engine.
+        optimizer: a function that replaces `--optimizer`: (parameter groups, options) -> torch.optim.Optimizer.
         callbacks: called during the run; see fsdptrain.Callback.
 
-    Under torchrun every rank creates one, with the same arguments; otherwise the run has one process. A rank that fails
-    must end: if it catches the error and goes on, the others wait for it for --dist-timeout.
+    Under torchrun every rank creates a Trainer with the same arguments; otherwise the run has one process. A rank that
+    fails must exit: if it catches the error and continues, the others wait for it until --dist-timeout.
 
-    `fit` builds the run and closes it at its end. In `with Trainer(config) as trainer:` the run stays open until the
+    `fit` opens the run and closes it when done. In `with Trainer(config) as trainer:` the run stays open until the
     end of the block. `model`, `tokenizer`, `generate` and `evaluate` open the run with its newest checkpoint if it is
     not open; `close` then frees its memory.
 
@@ -114,14 +114,14 @@ class Trainer:
     def fit(self) -> RunResult:
         """Train from the start, or from the newest checkpoint, to the end.
 
-        The first Ctrl-C, or SIGTERM, ends training after the current step and saves a checkpoint; the result then has
-        the reason in `stopped`. A second Ctrl-C raises KeyboardInterrupt.
+        The first Ctrl-C or SIGTERM ends training after the current step and saves a checkpoint; `stopped` of the result
+        then has the reason. A second Ctrl-C raises KeyboardInterrupt.
         """
         with naming_lost_ranks(), ExitStack() as stack:
             if self._loop is None:
                 stack.push(self.__exit__)
             loop = self._opened()
-            trains = self.config.run.num_rollout > 0  # else a signal ends the evaluation at once
+            trains = self.config.run.num_rollout > 0  # else a signal ends the evaluation immediately
             with self._stop.from_signals() if trains else nullcontext():
                 loop.run()
             if self.config.run.push_to_hub is not None and loop.exported and dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Samples of supervised fine-tuning: the rows of a data set."""
+"""Build the samples of supervised fine-tuning from the rows of a data set."""
 
 import logging
 from collections import Counter
@@ -23,7 +23,7 @@ CHECKED = 100  # rows at the start
 
 @dataclass
 class Refusals:
-    """Numbers of rows that cannot be trained, by kind, each with the error of one row."""
+    """Count unusable rows by kind of error, with one example each."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Refusals:
 
     @property
     def reasons(self) -> str:
-        """Number and an example of each kind, most frequent first."""
+        """The count and an example of each kind, most frequent first."""
         return "; ".join(f"{count}: {self.examples[kind]}" for kind, count in self.counts.most_common())
 
     def none_usable(self, where: str) -> DataError:
@@ -46,7 +46,7 @@ class Refusals:
 
 @dataclass
 class SftSource:
-    """Draws rows from a stream, and builds samples of them. Skips and counts rows that cannot be trained on."""
+    """Draws rows from a stream and builds samples. Skips and counts unusable rows."""
 
     stream: PromptStream
     builder: SampleBuilder
@@ -87,7 +87,7 @@ class SftSource:
     def _warn(self, refused: Refusals) -> None:
         """Log the first row of each kind."""
         for kind in refused.counts.keys() - self._warned:
-            log.warning("a row is skipped, and others like it: %s", refused.examples[kind])
+            log.warning("skipping rows like this one: %s", refused.examples[kind])
         self._warned |= refused.counts.keys()
 
 
@@ -102,10 +102,10 @@ def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[li
 
 
 def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
-    """Warn if some of the first rows cannot be trained on, or if none of them trains a token that ends a turn.
+    """Warn if some of the first rows are unusable, or if none of them trains a token that ends a turn.
 
-    Raises DataError if none of the first 1,000 rows, or of all, can be trained on, or if the masks of more than half of
-    the first 100 are inexact: the run would train on an accidental part of the data. Does not move the stream.
+    Raises DataError if all of the first 1,000 rows are unusable, or if more than half of the first 100 have inexact
+    masks. Does not move the stream.
     """
     state, samples, refused = stream.state_dict(), list[Sample](), Refusals()
     while (tried := len(samples) + refused.counts.total()) < (CHECKED if samples else MOST_UNUSABLE):
