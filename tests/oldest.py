@@ -13,7 +13,6 @@ NEEDS_MORE = {  # beginnings of test names
     "tests/features/model_parallel/": _PLANS,
     "tests/distributed/test_memory_plan.py::test_the_estimate_is_near_what_a_step_takes[experts": _PLANS,
     "tests/distributed/test_parallel.py": _PLANS,
-    "tests/distributed/test_split_check.py": _PLANS,
     "tests/distributed/test_vision.py": _IMAGES,
     "tests/features/vision/": _IMAGES,
     "tests/features/context_parallel/test_checks.py::test_a_model_that_does_not_allow_it": _FAMILIES,

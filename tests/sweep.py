@@ -48,9 +48,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "expert": {"expert_parallel_size": RANKS},
 }
 # What a refusal says to add, and what that is.
-WAYS_OUT: dict[str, dict[str, Any]] = {
-    "shard the experts with --expert-parallel-size": {"expert_parallel_size": RANKS},
-}
+WAYS_OUT: dict[str, dict[str, Any]] = {"shard the experts with --expert-parallel-size": {"expert_parallel_size": RANKS}}
 TEMPERATURE = 0.9
 MAX_TOKENS = 90  # of a pack: two or three sequences
 LENGTHS = ((5, 24), (3, 39), (8, 11), (1, 30), (6, 17), (2, 2))  # prompt, response; windows of 16 are exceeded

@@ -3,6 +3,7 @@
 import faulthandler
 import fcntl
 import io
+import json
 import multiprocessing
 import os
 import socket
@@ -22,9 +23,10 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from fsdptrain import platform
+from fsdptrain.config import Config
 from fsdptrain.protocols import Naming
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
@@ -100,9 +102,36 @@ def save_tiny_checkpoint(
     directory: Path, seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
     """Save `tiny_qwen3` and `tiny_tokenizer` as a sharded Hugging Face checkpoint and return `directory`."""
-    tiny_qwen3(seed, **overrides).to(dtype).save_pretrained(directory, max_shard_size="200KB")
+    return save_hub(tiny_qwen3(seed, **overrides).to(dtype), directory, max_shard_size="200KB")
+
+
+def save_hub(model: PreTrainedModel, directory: Path, **options: Any) -> Path:
+    """Save `model` and `tiny_tokenizer` as a Hugging Face checkpoint and return `directory`."""
+    model.save_pretrained(directory, **options)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write a JSONL file and return `path`."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tiny_run(checkpoint: Path | str, folder: Path | str, **values: Any) -> Config:
+    """The configuration of a run of seconds in this process, in float32."""
+    files = {"hf_checkpoint": str(checkpoint), "output_dir": str(folder), "log_to": [], "export": False, "bf16": False}
+    sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 4}
+    return Config(**{**files, **sizes, "reward_workers": 0, **values})  # reward processes take seconds to start
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0, *, alive: Callable[[], bool] = lambda: True):
+    """Return when `condition` holds. Fails after `seconds`, and where `alive` no longer holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert alive(), "it has ended before"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.01)
 
 
 class FakeRolloutEngine:

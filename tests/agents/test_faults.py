@@ -5,7 +5,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ import pytest
 from fsdptrain.agents.endpoint import Endpoint
 from fsdptrain.errors import ConfigError
 from tests.agents.scripted import KEY, ScriptedEpisodes
+from tests.testing import wait_until
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = {"messages": HELLO}
@@ -43,13 +44,6 @@ def request_head(path: str, *headers: str) -> bytes:
     return "\r\n".join(
         [f"POST /v1{path} HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", *headers, "", ""]
     ).encode()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Agents from the command line: calls become samples that the trainer agrees with, and a bad episode costs itself."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -9,51 +8,32 @@ import pytest
 from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of, trained
 from tests.matrix import only
-from tests.testing import tiny_qwen3, tiny_tokenizer
+from tests.testing import write_rows
 
 AGENTS = "tests.agents.agents"
 PROGRAM = Path(__file__).with_name("program.py")
 FLAGS = [
-    *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
+    *("--num-rollout", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
     *("--rollout-max-prompt-len", "64", "--rollout-max-response-len", "64", "--max-tokens-per-gpu", "512"),
-    *(
-        "--lr",
-        "1e-3",
-        "--no-bf16",
-        "--system-prompt",
-        "",
-        "--reward",
-        "environment",
-        "--environment-timeout",
-        "60",
-        "--log-to",
-    ),
+    *("--lr", "1e-3", "--no-bf16", "--system-prompt", "", "--reward", "environment", "--environment-timeout", "60"),
+    "--log-to",
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_qwen3().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def run(model: Path, folder: Path, *flags: str, rows: int = 16, ranks: int = 1, code: int = 0):
+def run(checkpoint: Path, folder: Path, *flags: str, rows: int = 16, ranks: int = 1, code: int = 0):
     folder.mkdir(exist_ok=True)
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps({"prompt": str(i), "label": "yes"}) + "\n" for i in range(rows)))
+    data = write_rows(folder / "rows.jsonl", ({"prompt": str(i), "label": "yes"} for i in range(rows)))
     output = folder / "run"
-    argv = ["--hf-checkpoint", str(model), "--prompt-data", str(data), "--output-dir", str(output), *FLAGS, *flags]
+    argv = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--output-dir", str(output), *FLAGS, *flags]
     result = command.run(argv, folder, timeout=300, num_ranks=ranks)
     assert result.code == code, result.err
     return (metrics_of(output), rows_of(output / "samples.jsonl")) if code == 0 else result.err
 
 
 def test_the_trainer_agrees_with_every_token_that_an_agent_got_on_any_number_of_ranks(
-    model: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path
 ) -> None:
-    rows, _ = run(model, tmp_path, "--environment", f"{AGENTS}:two_turns")
+    rows, _ = run(checkpoint, tmp_path, "--environment", f"{AGENTS}:two_turns")
     for row in trained(rows):
         assert row["mismatch/abs_max"] < 1e-4
         assert row["agent/calls"] == 3 * 16
@@ -62,25 +42,25 @@ def test_the_trainer_agrees_with_every_token_that_an_agent_got_on_any_number_of_
         assert row["agent/failed_episodes"] == row["agent/refused_calls"] == 0
         assert row["episode/turns_mean"] == 2
         assert row["reward/a"] + row["reward/length"] == pytest.approx(row["reward/mean"])
-    again, _ = run(model, tmp_path / "again", "--environment", f"{AGENTS}:two_turns", ranks=2)
+    again, _ = run(checkpoint, tmp_path / "again", "--environment", f"{AGENTS}:two_turns", ranks=2)
     names = ["reward/mean", "optim/grad_norm", "completion/length_mean", "policy/entropy"]
     for one, other in zip(trained(rows), trained(again), strict=True):
         assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
 
 
-def test_parallel_calls_and_choices_are_sequences_of_one_episode(model: Path, tmp_path: Path) -> None:
-    rows, _ = run(model, tmp_path, "--environment", f"{AGENTS}:parallel")
+def test_parallel_calls_and_choices_are_sequences_of_one_episode(checkpoint: Path, tmp_path: Path) -> None:
+    rows, _ = run(checkpoint, tmp_path, "--environment", f"{AGENTS}:parallel")
     for row in trained(rows):
         assert row["agent/calls"] == 3 * 16
         assert row["agent/new_sequences"] == 3 * 16
         assert row["mismatch/abs_max"] < 1e-4
 
 
-def test_an_episode_that_hangs_or_fails_is_unscored_alone(model: Path, tmp_path: Path) -> None:
+def test_an_episode_that_hangs_or_fails_is_unscored_alone(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--environment", f"{AGENTS}:unreliable", "--environment-timeout", "2", "--max-unscored-fraction", "0.9"]
     flags += ["--rollout-batch-size", "7", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--no-rollout-shuffle"]
     flags += ["--log-num-samples", "14"]
-    rows, shown = run(model, tmp_path, *flags, rows=7)
+    rows, shown = run(checkpoint, tmp_path, *flags, rows=7)
     [row] = trained(rows)
     assert row["reward/unscored_fraction"] == pytest.approx(5 / 7)
     assert row["agent/failed_episodes"] == 10
@@ -93,8 +73,8 @@ def test_an_episode_that_hangs_or_fails_is_unscored_alone(model: Path, tmp_path:
     assert [sample["reward"] for sample in shown[10:]] == [5.0, 5.0, 6.0, 6.0]
 
 
-def test_calls_that_no_engine_can_take_are_refused_and_end_nothing(model: Path, tmp_path: Path) -> None:
-    rows, _ = run(model, tmp_path, "--environment", f"{AGENTS}:rude", "--rollout-max-prompt-len", "60")
+def test_calls_that_no_engine_can_take_are_refused_and_end_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    rows, _ = run(checkpoint, tmp_path, "--environment", f"{AGENTS}:rude", "--rollout-max-prompt-len", "60")
     for row in trained(rows):
         assert row["agent/refused_calls"] == 16  # the others are no chat, and do not reach the episode
         assert row["agent/other_sampling"] == 16
@@ -102,8 +82,8 @@ def test_calls_that_no_engine_can_take_are_refused_and_end_nothing(model: Path, 
 
 
 @pytest.mark.parametrize("how", only(["posts"], ["prints", "posts"]))
-def test_a_program_is_an_agent(model: Path, tmp_path: Path, how: str) -> None:
-    rows, _ = run(model, tmp_path, "--environment-command", f"{sys.executable} {PROGRAM} {how}")
+def test_a_program_is_an_agent(checkpoint: Path, tmp_path: Path, how: str) -> None:
+    rows, _ = run(checkpoint, tmp_path, "--environment-command", f"{sys.executable} {PROGRAM} {how}")
     for row in trained(rows):
         assert row["agent/calls"] == 16
         assert row["agent/failed_episodes"] == 0
@@ -116,13 +96,13 @@ FAILURES = [("fails", "exit code 1: no idea"), ("hangs", "--environment-timeout 
 
 
 @pytest.mark.parametrize(("how", "reason"), only([("fails", "exit code 1: no idea")], FAILURES))
-def test_a_program_that_fails_or_hangs_is_named(model: Path, tmp_path: Path, how: str, reason: str) -> None:
+def test_a_program_that_fails_or_hangs_is_named(checkpoint: Path, tmp_path: Path, how: str, reason: str) -> None:
     flags = ["--environment-command", f"{sys.executable} {PROGRAM} {how}", "--environment-timeout", "3"]
-    error = run(model, tmp_path, *flags, "--rollout-batch-size", "1", code=2)
+    error = run(checkpoint, tmp_path, *flags, "--rollout-batch-size", "1", code=2)
     assert "--reward could not score 4 of 4 samples" in error
     assert reason in error
 
 
-def test_options_that_agents_do_not_have_are_refused(model: Path, tmp_path: Path) -> None:
+def test_options_that_agents_do_not_have_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--environment", f"{AGENTS}:two_turns"]
-    assert "--max-turns has no effect on an agent" in run(model, tmp_path, *flags, "--max-turns", "3", code=2)
+    assert "--max-turns has no effect on an agent" in run(checkpoint, tmp_path, *flags, "--max-turns", "3", code=2)

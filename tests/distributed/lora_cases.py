@@ -15,9 +15,7 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.loading.materialize import own_part
 from fsdptrain.model.structure import reshard
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch, Sample
-from tests import zoo
 from tests.exact import in_float64
-from tests.testing import tiny_tokenizer
 
 from .test_fsdp_backend import config
 
@@ -35,11 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"lora_targets": ["all-linear", *EXPERTS, "gate"]},
         {"target_modules": ATTENTION, "target_parameters": [*EXPERTS, "gate.weight"]},
     ),
-    "transposed experts": (
-        "gpt_oss",
-        {"lora_targets": EXPERTS},
-        {"target_modules": [], "target_parameters": EXPERTS},
-    ),
+    "transposed experts": ("gpt_oss", {"lora_targets": EXPERTS}, {"target_modules": [], "target_parameters": EXPERTS}),
     "names that peft takes for others": (
         "deepseek_v3",
         {"lora_targets": ["o_proj", "shared_experts.down_proj"]},
@@ -51,11 +45,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def options(case: str) -> dict[str, Any]:
     return {"lora_rank": RANK, "lora_alpha": ALPHA, "bf16": False, "rollout_temperature": 1.0} | CASES[case][1]
-
-
-def write_checkpoint(architecture: str, folder: Path, seed: int = 1) -> None:
-    zoo.build(architecture, seed=seed).save_pretrained(folder, max_shard_size="200KB")
-    tiny_tokenizer().save_pretrained(folder)
 
 
 def backend_of(hub: str, case: str, checkpoint: str | None = None, **values: Any) -> FSDPBackend:

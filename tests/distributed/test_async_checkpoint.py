@@ -4,8 +4,6 @@ import json
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.shard_files import HostStager
 from fsdptrain.fsdp.shards import local_shard
-from tests.testing import spawn
+from tests.testing import spawn, wait_until
 
 from .sharded import train
 from .test_fsdp_checkpoint import build
@@ -56,13 +54,6 @@ def saver(model, optimizer, step, stager=None):
     return partial(save_checkpoint, model=model, optimizer=optimizer, step=step, stager=stager)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def write_both_ways(directory: str):
     """At once, and in a thread that is held until three more steps have changed all that it writes."""
     model, optimizer = build()
@@ -84,7 +75,7 @@ def write_both_ways(directory: str):
         later.check()
         newest = newest_checkpoint(later.directory.parent)
         watch.may_go_on.set()
-        eventually(lambda step=step: (later.directory / f"step_{step:08d}").exists())  # while a step is computed
+        wait_until(lambda step=step: (later.directory / f"step_{step:08d}").exists())  # while a step is computed
         later.wait()
         found.append((changed, newest.name if newest else None, newest_checkpoint(later.directory.parent).name))
     return found

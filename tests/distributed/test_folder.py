@@ -94,7 +94,7 @@ def test_another_experiment_in_a_folder_of_a_run_is_refused_unless_its_checkpoin
 
 def test_options_that_leave_the_experiment_are_named_in_one_line(run, caplog, tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()  # a path is compared as what it names
-    harmless = {"lr": 1e-3, "num_rollout": 9, "log_to": ["wandb"], "fsdp_cpu_offload": True, "max_tokens_per_gpu": 4096}
+    harmless = {"lr": 1e-3, "num_rollout": 9, "log_to": ["wandb"], "fsdp_cpu_offload": True, "reward_workers": 0}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.jsonl").write_text("")
     same = {"hf_checkpoint": f"{tmp_path}/./a/", "prompt_data": f"{tmp_path}/./x.jsonl"}

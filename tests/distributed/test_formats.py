@@ -25,7 +25,7 @@ from fsdptrain.model.structure import decoder_layers
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.tensors import load_files
-from tests.testing import spawn, tiny_tokenizer
+from tests.testing import save_hub, spawn, tiny_tokenizer
 
 from .sharded import full, load_sharded
 
@@ -75,9 +75,8 @@ def write_own(folder: Path) -> Path:
     from . import own_model
 
     torch.manual_seed(0)
-    own_model.OwnForCausalLM(own_model.OwnConfig()).save_pretrained(folder)
+    save_hub(own_model.OwnForCausalLM(own_model.OwnConfig()), folder)
     shutil.copyfile(own_model.__file__, folder / "modeling_own.py")
-    tiny_tokenizer().save_pretrained(folder)
     code = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": code}))
@@ -139,10 +138,7 @@ def _quantize(folder: Path, weights: dict, how: dict) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [(as_mxfp4, r"quantized \(mxfp4\)"), (as_fp8, r"quantized \(fp8\)")],
-)
+@pytest.mark.parametrize(("make", "words"), [(as_mxfp4, r"quantized \(mxfp4\)"), (as_fp8, r"quantized \(fp8\)")])
 def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, words, tmp_path):
     folder = tmp_path / "given"
     make(folder)

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +39,8 @@ def build(**options):
 
 def draw():
     """One number of each random stream."""
-    return [
-        torch.rand(()).item(),
-        random.random(),
-        random.gauss(0, 1),
-        float(np.random.rand()),
-        float(np.random.randn()),
-    ]
+    numpy = [float(np.random.rand()), float(np.random.randn())]
+    return [torch.rand(()).item(), random.random(), random.gauss(0, 1), *numpy]
 
 
 def seed_all(seed):
@@ -256,51 +252,31 @@ def killed_at(moment: int, directory: Path, *, newest: int) -> int | None:
     return process.exitcode
 
 
-def damage_shard(folder: Path):
-    shard = max((folder / "shards").iterdir())
-    shard.write_bytes(shard.read_bytes()[:-1])
+def overwrite(path: Path, byte: bytes) -> None:
+    """With another content of the same size."""
+    path.write_bytes(byte * path.stat().st_size)
 
 
-def lose_shard(folder: Path):
-    max((folder / "shards").iterdir()).unlink()
-
-
-def garble_shard(folder: Path):
-    shard = max((folder / "shards").iterdir())
-    shard.write_bytes(b"\x00" * shard.stat().st_size)
-
-
-def garble_rng(folder: Path):
-    path = folder / "rng-00001.json"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-
-
-def garble_state(folder: Path):
-    (folder / "trainer.json").write_text("{" * (folder / "trainer.json").stat().st_size)
-
-
-def forge_step(folder: Path):
-    """Damage trainer.json to the same size."""
+def forge_step(folder: Path) -> None:
     path = folder / "trainer.json"
     path.write_text(path.read_text().replace('"step": 3', '"stop": 3'))
 
 
-def deep_manifest(folder: Path):
-    (folder / "manifest.json").write_text("[" * 9000)
+def last_shard(folder: Path) -> Path:
+    return max((folder / "shards").iterdir())
 
 
-def lose_manifest(folder: Path):
-    (folder / "manifest.json").unlink()
-
-
-def lose_everything(folder: Path):
-    shutil.rmtree(folder)
-
-
-DAMAGES = [
-    *(damage_shard, lose_shard, garble_shard, garble_rng, garble_state, forge_step),
-    *(lose_manifest, deep_manifest, lose_everything),
-]
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut shard": lambda folder: os.truncate(last_shard(folder), last_shard(folder).stat().st_size - 1),
+    "lost shard": lambda folder: last_shard(folder).unlink(),
+    "garbled shard": lambda folder: overwrite(last_shard(folder), b"\0"),
+    "garbled random state": lambda folder: overwrite(folder / "rng-00001.json", b"\xff"),
+    "garbled state": lambda folder: overwrite(folder / "trainer.json", b"{"),
+    "forged step": forge_step,
+    "lost manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "deep manifest": lambda folder: (folder / "manifest.json").write_text("[" * 9000),
+    "lost folder": shutil.rmtree,
+}
 
 
 def refusals(folders: list[str], options: dict):
@@ -316,9 +292,8 @@ def refusals(folders: list[str], options: dict):
 def test_a_broken_checkpoint_is_one_line_on_every_rank(tmp_path):
     whole = spawn(2, save_and_go_on, str(tmp_path), {})[0][0]
     folders = []
-    for damage in DAMAGES:
-        folder = tmp_path / damage.__name__
-        shutil.copytree(whole, folder)
+    for name, damage in DAMAGES.items():
+        folder = shutil.copytree(whole, tmp_path / name)
         damage(folder)
         folders.append(str(folder))
     for messages in spawn(2, refusals, folders, {}):

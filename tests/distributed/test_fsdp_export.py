@@ -16,7 +16,7 @@ from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.structure import reshard
 from tests import zoo
 from tests.tensors import load_files
-from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from tests.testing import save_hub, save_tiny_checkpoint, spawn, tiny_tokenizer
 
 from .sharded import load_sharded
 
@@ -27,9 +27,7 @@ ARCHITECTURES = ["qwen3", "qwen2", "deepseek_v3", "gpt_oss"]
 def write_zoo(name: str, folder: Path) -> Path:
     model = zoo.build(name, seed=3)
     model.generation_config.max_new_tokens = 7
-    model.save_pretrained(folder, max_shard_size="100KB")
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_hub(model, folder, max_shard_size="100KB")
 
 
 def in_bfloat16(folder: Path) -> None:

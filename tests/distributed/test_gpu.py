@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from fsdptrain import Config, Trainer
+from fsdptrain import Trainer
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.platform import has_accelerator
-from tests.testing import allocated_on_device, save_tiny_checkpoint, spawn
+from tests.testing import allocated_on_device, save_tiny_checkpoint, spawn, tiny_run
 
 from . import gpu_cases
 from .sharded import full_state
@@ -128,26 +128,18 @@ def test_checkpoints_exports_and_offloading_lose_nothing(checkpoint: str, tmp_pa
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16, the engine alone on the device": {"bf16": True, "offload_train": True, "kl_loss_coef": 0.1},
-    "parameters on the host": {
-        "fsdp_cpu_offload": True,
-        "kl_loss_coef": 0.1,
-        "global_batch_size": 8,
-    },
-    "optimizer on the host, checkpoints in a thread": {
-        "offload_optimizer": True,
-        "save_interval": 1,
-        "async_save": True,
-    },
+    "parameters on the host": {"fsdp_cpu_offload": True, "kl_loss_coef": 0.1, "global_batch_size": 8},
+    "optimizer and checkpoints on the host": {"offload_optimizer": True, "save_interval": 1, "async_save": True},
 }
 
 
 def run(checkpoint: str, folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the metrics of two rollouts with the embedded engine, with an evaluation after each, and an export."""
     options = {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 8}
-    options |= {"max_tokens_per_gpu": 128, "reward": "tests.e2e.rewards:variety", "lr": 1e-3, "bf16": False}
-    options |= {"eval_size": 2, "eval_interval": 1, "rollout_engine": "hf", "log_to": [], "output_dir": str(folder)}
+    options |= {"max_tokens_per_gpu": 128, "reward": "tests.e2e.rewards:variety", "lr": 1e-3, "export": True}
+    options |= {"eval_size": 2, "eval_interval": 1, "rollout_engine": "hf"}
     rows = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
-    Trainer(Config(**options | {"hf_checkpoint": checkpoint} | values), dataset=rows).fit()
+    Trainer(tiny_run(checkpoint, folder, **options | values), dataset=rows).fit()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

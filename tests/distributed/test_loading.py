@@ -65,8 +65,7 @@ def _nothing(names: Iterable[str]) -> dict[str, list[str]]:
 def _differences(root: Path, names: tuple[str, ...], whole: bool, replicas: int = 1) -> dict[str, list[str]]:
     return {
         name: _compare(
-            load_sharded(root / name, whole=whole, replicas=replicas),
-            zoo.build(name, attn_implementation="eager"),
+            load_sharded(root / name, whole=whole, replicas=replicas), zoo.build(name, attn_implementation="eager")
         )
         for name in names
     }

@@ -20,21 +20,11 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.types import LossConfig
+from tests import zoo
 from tests.exact import Exact, backends_in_float64
-from tests.testing import spawn
+from tests.testing import save_hub, spawn
 
-from .lora_cases import (
-    CASES,
-    backend_of,
-    fill,
-    logits,
-    objective,
-    plain,
-    plain_gradients,
-    plain_peft,
-    trained,
-    write_checkpoint,
-)
+from .lora_cases import CASES, backend_of, fill, logits, objective, plain, plain_gradients, plain_peft, trained
 from .sharded import full_state
 from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples
 
@@ -52,8 +42,8 @@ def hub(tmp_path_factory) -> Path:
     """A checkpoint of each architecture, and another one of qwen3."""
     folder = tmp_path_factory.mktemp("hub")
     for name in {architecture for architecture, _, _ in CASES.values()}:
-        write_checkpoint(name, folder / name)
-    write_checkpoint("qwen3", folder / "other", seed=5)
+        save_hub(zoo.build(name, seed=1), folder / name, max_shard_size="200KB")
+    save_hub(zoo.build("qwen3", seed=5), folder / "other")
     return folder
 
 
@@ -179,10 +169,7 @@ def checkpoint_and_refusals(hub: Path, directory: Path):
     checkpoints = CheckpointFolder(directory, keep_last=1)
     checkpoints.write(2, lambda folder: backend.save(folder, 2))
     refusals = []
-    for other in (
-        backend_of(str(hub), "dense", lora_alpha=7, bf16=True),
-        whole_backend(hub / "qwen3", bf16=True),
-    ):
+    for other in (backend_of(str(hub), "dense", lora_alpha=7, bf16=True), whole_backend(hub / "qwen3", bf16=True)):
         with pytest.raises(CheckpointError) as caught:
             other.load(newest_checkpoint(checkpoints.directory.parent))
         refusals.append(str(caught.value))

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.config.rules import NoEffectError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.types import NO_ROUTE, LossConfig, Sample
 from tests import zoo
 from tests.tensors import relative
-from tests.testing import save_tiny_checkpoint, spawn
+from tests.testing import save_hub, spawn
 
 from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples
 
@@ -21,13 +20,7 @@ EXPERTS, TOP_K, LAYERS = 6, 2, 2
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
-    return saved(tmp_path_factory, num_experts=EXPERTS)
-
-
-def saved(tmp_path_factory, **changes) -> str:
-    folder = tmp_path_factory.mktemp("qwen3_moe")
-    zoo.build("qwen3_moe", **changes).save_pretrained(folder)
-    return str(folder)
+    return str(save_hub(zoo.build("qwen3_moe", num_experts=EXPERTS), tmp_path_factory.mktemp("qwen3_moe")))
 
 
 def with_routes(items: Sequence[Sample], num_experts: int = EXPERTS) -> list[Sample]:
@@ -70,14 +63,3 @@ def test_routes_of_scoring_change_nothing_at_once_and_hold_while_the_weights_mov
         assert difference == 0.0
         assert kept
         assert own_reference
-
-
-def refusal(checkpoint: str) -> str:
-    with pytest.raises(NoEffectError) as caught:
-        FSDPBackend(config(checkpoint, router_replay="rollout"), total_steps=10)
-    return str(caught.value)
-
-
-def test_a_dense_model_is_refused_on_all_ranks(tmp_path):
-    for message in spawn(2, refusal, str(save_tiny_checkpoint(tmp_path))):
-        assert "has no effect on qwen3, which has no experts: remove it" in message

@@ -148,10 +148,7 @@ def save_a_step(checkpoint: str, folder: str, values: dict[str, Any]) -> dict[st
     return full_state(backend.model)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"optimizer": "muon", "fp8": True}, {"optimizer": f"{__name__}:nadam"}],
-)
+@pytest.mark.parametrize("values", [{"optimizer": "muon", "fp8": True}, {"optimizer": f"{__name__}:nadam"}])
 def test_a_run_is_exported_without_its_optimizer_and_without_torchao(tmp_path, monkeypatch, values) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "model")
     [trained] = spawn(1, save_a_step, str(checkpoint), str(tmp_path), values)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from fsdptrain import Config, Trainer
+from fsdptrain import Trainer
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.loop import TrainingLoop
-from tests.testing import spawn
+from tests.testing import spawn, tiny_run
 
 
 def train_counted(checkpoint: str, directory: str) -> list[int]:
@@ -28,12 +28,10 @@ def train_counted(checkpoint: str, directory: str) -> list[int]:
         return optimize(loop, steps, *shown)
 
     ReferenceBank._swap, TrainingLoop._optimize = counting, noting  # type: ignore[method-assign]
-    values = {"num_rollout": 2, "global_batch_size": 32, "epochs_per_rollout": 2, "keep_last": 0, "export": False}
-    sizes = {"rollout_batch_size": 8, "rollout_max_response_len": 16, "max_tokens_per_gpu": 64, "eval_interval": 0}
-    run = Config(
-        hf_checkpoint=str(checkpoint), output_dir=directory, reward="tests.e2e.rewards:variety", log_to=[], bf16=False,
-        kl_loss_coef=0.1, **values, **sizes,
-    )  # fmt: skip
+    values = {"num_rollout": 2, "global_batch_size": 8, "epochs_per_rollout": 2, "keep_last": 0, "kl_loss_coef": 0.1}
+    sizes = {"rollout_batch_size": 4, "rollout_max_response_len": 16, "max_tokens_per_gpu": 64, "eval_interval": 0}
+    values |= {"n_samples_per_prompt": 4, "reward": "tests.e2e.rewards:variety"}
+    run = tiny_run(checkpoint, directory, **values, **sizes)
     Trainer(run, dataset=[{"prompt": f"say {i}", "label": ""} for i in range(16)]).fit()
     return [*swaps, counted[0]]
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import Config
-from fsdptrain.errors import RolloutError
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import evaluation_metrics
@@ -32,7 +31,7 @@ def engine_difference(folder: Path, **truncation: float) -> float:
     options = {f"rollout_{name}": value for name, value in truncation.items()}
     config = Config(hf_checkpoint=str(folder), rollout_engine="hf", bf16=False, rollout_temperature=0.7, **options)
     prompts = [Prompt(f"{dist.get_rank()}/{i}", [5 + i] * length, "") for i, length in enumerate([3, 17, 9])]
-    sampling = SamplingParams(num_samples=2, max_tokens=12, temperature=0.7, **truncation)
+    sampling = SamplingParams(num_samples=2, max_tokens=8, temperature=0.7, **truncation)
     return agreement.push_and_compare(*agreement.build(config), prompts, sampling, mode=Exact)
 
 
@@ -102,28 +101,3 @@ def test_completions_and_metrics_do_not_depend_on_the_number_of_ranks(tmp_path):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-12)
         assert len(whole) == 3 * num_prompts
         assert first_metrics == second_metrics == pytest.approx(metrics)
-
-
-def update_with_unknown_name(folder: Path) -> tuple[str, int]:
-    """Each weight needs a collective, as from the trainer: a rank that stops reading would block the others."""
-    engine = make_engine(folder)
-
-    def gathered():
-        for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
-            copy = tensor.clone()
-            dist.broadcast(copy, src=0)
-            yield name.replace("q_proj", "query"), copy
-
-    with pytest.raises(RolloutError) as caught:
-        engine.update_weights(gathered(), 2)
-    count = torch.ones(())
-    dist.all_reduce(count)
-    return str(caught.value), int(count)
-
-
-def test_weights_that_do_not_fit_fail_on_every_rank_without_a_hang(tmp_path):
-    save_tiny_checkpoint(tmp_path)
-    for message, ranks in spawn(2, update_with_unknown_name, tmp_path):
-        assert "2 missing: model.layers.0.self_attn.q_proj.weight" in message
-        assert "2 unknown: model.layers.0.self_attn.query.weight" in message
-        assert ranks == 2

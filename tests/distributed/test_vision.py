@@ -179,7 +179,7 @@ def engine_difference(folder: Path) -> float:
         Prompt(s.group_id, s.token_ids[: s.loss_mask.index(True)], "", images=images.get(s.group_id)) for s in samples
     ]
     mine = agreement.of_this_rank(prompts) if dist.get_rank() else prompts
-    sampling = SamplingParams(num_samples=3, max_tokens=20, temperature=0.7)
+    sampling = SamplingParams(num_samples=2, max_tokens=8, temperature=0.7)
     return agreement.push_and_compare(*agreement.build(config), mine, sampling, images=images, mode=Exact)
 
 

@@ -22,7 +22,7 @@ from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_check
 from fsdptrain.types import LossConfig, PackedBatch
 from fsdptrain.vllm.server.weight_files import WeightFolder
 from tests import zoo
-from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from tests.testing import save_hub, save_tiny_checkpoint, spawn
 
 from .collectives import Collectives
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples, scored
@@ -155,9 +155,7 @@ def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[
 def test_a_verified_weight_sync_waits_twice_however_many_tensors_there_are(architecture: str, tmp_path: Path) -> None:
     """Once for the checksums of each side; for servers once per file. Every weight is gathered once."""
     for num_layers in (2, 5):
-        folder = tmp_path / str(num_layers)
-        zoo.build(architecture, num_hidden_layers=num_layers).save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+        folder = save_hub(zoo.build(architecture, num_hidden_layers=num_layers), tmp_path / str(num_layers))
         for with_checksums, to_files, num_files, gathered, nbytes in spawn(2, reads_of_syncs, str(folder), str(folder)):
             assert with_checksums == {"tolist": 2}
             assert to_files == {"numpy": num_files}

@@ -1,4 +1,4 @@
-"""Sharded models: meshes, and what only sharding could break in bfloat16 and memory. Gradients: test_laws.py."""
+"""Sharded models: meshes, and what only sharding could break: bfloat16, memory, shards that change between passes."""
 
 from pathlib import Path
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fsdptrain.config import OptimConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
 from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.loading.materialize import store_in
@@ -16,10 +19,11 @@ from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.model.probes.head import check_head
 from fsdptrain.model.probes.layout import choose_layout
+from fsdptrain.model.structure import reshard
 from tests import zoo
 from tests.testing import spawn
 
-from .sharded import SHARDING
+from .sharded import SHARDING, backward, sharded_qwen3, tokens
 from .storages import LargestTensor
 
 STOCK = ("gemma2", "olmo2", "qwen3_moe", "gpt_oss")  # olmo2 hands float32 rotary tables to its layers
@@ -82,10 +86,10 @@ def largest_tensor() -> tuple[float, int, float]:
     options = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.bfloat16}
     assert choose_layout(model, "auto", **options).layout == "packed"
     head = check_head(model, layout="packed", **options)
-    tokens = torch.randint(zoo.VOCAB_SIZE, (LONG,), generator=torch.Generator().manual_seed(0)).tolist()
+    row = torch.randint(zoo.VOCAB_SIZE, (LONG,), generator=torch.Generator().manual_seed(0)).tolist()
     with LargestTensor() as watch:
         found = policy_logprobs(
-            model, plain_batch([tokens], device=torch.device("cpu")), layout="packed", with_entropy=True
+            model, plain_batch([row], device=torch.device("cpu")), layout="packed", with_entropy=True
         )
         assert found.entropy is not None
         (found.values.sum() + found.entropy.sum()).backward()
@@ -99,3 +103,53 @@ def test_all_logits_never_exist_on_the_sharded_model_either() -> None:
         assert head < 2e-2
         assert norm > 0
         assert LONG * zoo.HIDDEN <= numel < LONG * zoo.VOCAB_SIZE  # activations are seen, logits of a chunk only
+
+
+KEPT, OFFLOADED = {"reshard_after_forward": False}, {"cpu_offload": True}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=tokens(50), use_cache=False).logits
+
+
+def scale(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            local_shard(p).mul_(1.5)
+    return model
+
+
+def write_after_forward(options: dict):
+    """Logits before a write to all shards, after it, and of a model that had these weights from the start."""
+    model = sharded_qwen3(**options)
+    before = logits(model)
+    reshard(model)
+    return before, logits(scale(model)), logits(scale(sharded_qwen3(**options)))
+
+
+@pytest.mark.parametrize("options", [KEPT, OFFLOADED])
+def test_a_write_after_reshard_is_seen_by_the_next_forward(options):
+    for before, after, expected in spawn(2, write_after_forward, options):
+        assert torch.equal(after, expected)
+        assert not torch.equal(after, before)
+
+
+def steps_after_evaluation():
+    """Logits after an optimizer step, without and with an evaluation before it."""
+    found = []
+    for evaluate in (False, True):
+        model = sharded_qwen3(**KEPT)
+        optimizer = Optimizer(model, OptimConfig(lr=1e-2), total_steps=3, fp16=False)
+        backward(model, optimizer, seed=0)
+        if evaluate:
+            logits(model)
+        optimizer.clip()
+        optimizer.step()
+        found.append(logits(model))
+    return found
+
+
+def test_an_optimizer_step_after_an_evaluation_is_seen_by_the_next_forward():
+    for expected, found in spawn(2, steps_after_evaluation):
+        assert torch.equal(found, expected)

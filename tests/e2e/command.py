@@ -19,7 +19,7 @@ TINY_RUN = [
     *("--prompt-data", "reasoning_gym:spell_backward?max_word_len=4&size=64"),
     *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
     *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-size", "4"),
-    *("--reward", "reasoning_gym", "tests.e2e.rewards:variety"),
+    *("--reward", "reasoning_gym", "tests.e2e.rewards:variety", "--reward-workers", "0"),
     *("--lr", "1e-3", "--no-bf16", "--system-prompt", "", "--log-to"),
 ]
 UNEVALUATED = [*TINY_RUN[: TINY_RUN.index("--eval-size")], *TINY_RUN[TINY_RUN.index("--eval-size") + 2 :]]
@@ -99,14 +99,17 @@ def _last_errors(folder: Path, num_ranks: int) -> str:
     return "\n".join(f"rank {rank}: {(one / 'err').read_text()[-4000:]}" for rank, one in enumerate(folders))
 
 
-def run_with_path(argv: Sequence[str], folder: Path, path: Path, timeout: float = 300.0) -> Result:
+def run_with_path(argv: Sequence[str], folder: Path, path: Path) -> Result:
     """Like `run` in one process, with the packages in `path` installed."""
-    process = start(argv, folder, {"PYTHONPATH": str(path)})
-    process.join(timeout)
-    process.kill()
-    process.join()
-    assert process.exitcode is not None
-    return Result(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
+    return run(argv, folder, variables={"PYTHONPATH": str(path)})
+
+
+def train(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 1, timeout: float = 300.0) -> list[dict]:
+    """Run into `folder`/run, to the end without an error, and return all metrics. Standard error is in `folder`/err."""
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *flags]
+    result = run(argv, folder, timeout, num_ranks=num_ranks)
+    assert result.code == 0, result.err
+    return metrics_of(folder / "run")
 
 
 def main(argv: list[str], folder: Path, variables: Mapping[str, str]) -> None:

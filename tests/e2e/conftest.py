@@ -2,22 +2,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3MoeForCausalLM
 
 from tests import zoo
 from tests.e2e import command
-from tests.testing import tiny_tokenizer
+from tests.testing import save_hub
 
 
 @pytest.fixture(scope="session")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random tiny Qwen3-MoE with its tokenizer, as a hub folder."""
-    folder = tmp_path_factory.mktemp("hub") / "moe"
-    model = zoo.build("qwen3_moe")
-    assert isinstance(model, Qwen3MoeForCausalLM)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_hub(zoo.build("qwen3_moe"), tmp_path_factory.mktemp("hub") / "moe")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 
 from fsdptrain.config.presets import PRESETS
 from tests.e2e import command
-from tests.e2e.command import UNEVALUATED, metrics_of
+from tests.e2e.command import UNEVALUATED
 from tests.matrix import only
 from tests.testing import save_tiny_checkpoint
 
@@ -16,26 +16,15 @@ QUICK = ["--num-rollout", "1", "--eval-interval", "0", "--keep-last", "0", "--no
 TINY = [*UNEVALUATED, "--num-rollout", "1", "--keep-last", "0", "--no-export"]
 
 
-def trained(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 1) -> dict[str, float]:
-    """The metrics of the one step of a run."""
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY, *flags]
-    result = command.run(argv, folder, num_ranks=num_ranks)
-    assert result.code == 0, result.err
-    return metrics_of(folder / "run")[-1]
-
-
 @pytest.mark.parametrize("name", only(["dapo"], sorted(PRESETS)))
 def test_the_quickstart_trains_with_every_algorithm(checkpoint: Path, tmp_path: Path, name: str) -> None:
     """The recipe tunes grpo; the algorithm of the flag overrides its loss options."""
-    argv = ["--recipe", str(QUICKSTART), "--algorithm", name, "--hf-checkpoint", str(checkpoint), *QUICK, "--log-to"]
-    argv += ["--output-dir", str(tmp_path / "run"), "--global-batch-size", "16"]
+    argv = ["--recipe", str(QUICKSTART), "--algorithm", name, *QUICK, "--log-to", "--global-batch-size", "16"]
     argv += ["--opd-teacher", str(save_tiny_checkpoint(tmp_path / "teacher", seed=1))] if name == "opd" else []
     if name != "sft":
         argv += ["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"]
-        argv += ["--reward", "tests.e2e.rewards:variety"]
-    result = command.run(argv, tmp_path)
-    assert result.code == 0, result.err
-    metrics = metrics_of(tmp_path / "run")[-1]
+        argv += ["--reward", "tests.e2e.rewards:variety", "--reward-workers", "0"]
+    metrics = command.train(checkpoint, tmp_path, *argv)[-1]
     assert metrics["optim/grad_norm"] > 0
     assert metrics["optim/skipped_steps"] == 0
     assert ("reward/overlong" in metrics) == (name == "dapo")
@@ -46,7 +35,8 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_rep
 ) -> None:
     """With an advantage of 1 for all remaining samples, the mean over tokens is 1 if no other token is counted."""
     flags = ["--rollout-max-response-len", "64", "--advantage-estimator", "tests.e2e.advantages:below_64_tokens"]
-    metrics = trained(checkpoint, tmp_path, *flags, "--advantage-scale", "batch", "--mask-truncated")
+    flags += ["--advantage-scale", "batch", "--mask-truncated"]
+    metrics = command.train(checkpoint, tmp_path, *TINY, *flags)[-1]
     assert 0 < metrics["completion/truncated_fraction"] < 1
     assert (metrics["progress/samples"], metrics["completion/length_max"]) == (16, 64)
     std = metrics["reward/std"] * math.sqrt(16 / 15)
@@ -68,7 +58,7 @@ def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_the
 ) -> None:
     zeros = ["--advantage-estimator", "tests.e2e.advantages:zeros", "--advantage-scale", "none"]
     steps = ["--global-batch-size", "8", "--epochs-per-rollout", "2", "--mismatch-correction", "tis"]
-    metrics = trained(checkpoint, tmp_path, *zeros, *steps, *flags, num_ranks=2)
+    metrics = command.train(checkpoint, tmp_path, *TINY, *zeros, *steps, *flags, num_ranks=2)[-1]
     assert metrics["perf/skipped_tokens"] == 1
     assert metrics["optim/grad_norm"] == metrics["loss/total"] == 0
     assert not any(name.startswith(("policy/", "mismatch/")) for name in metrics)

@@ -53,43 +53,31 @@ def teacher_of_another_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
     return ["--algorithm", "opd", "--opd-teacher", str(teacher)]
 
 
-def flags(*values: str) -> Prepare:
-    def prepare(folder: Path, checkpoint: Path) -> list[str]:
-        return list(values)
-
-    prepare.__name__ = values[0].removeprefix("--")
-    return prepare
-
-
-BAD_INPUT: list[tuple[Prepare, list[str]]] = [
-    (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
-    (tokenizer_of_another_model, ["--hf-checkpoint", "its tokenizer uses token id 260", "200 tokens"]),
-    (
-        template_of_tokens_without_a_row,
-        ["--hf-checkpoint", "its tokenizer uses token id 2", "without resizing the model"],
+BAD_INPUT: dict[str, tuple[Prepare | list[str], list[str]]] = {
+    "no tokenizer": (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
+    "another tokenizer": (
+        tokenizer_of_another_model,
+        ["--hf-checkpoint", "its tokenizer uses token id 260", "200 tokens"],
     ),
-    (flags("--reward", "tests.e2e.rewards:exits"), ["scores none of", "SystemExit: 0 (rewards.py:"]),
-    (flags("--loss", "tests.e2e.losses:exits"), ["ended before its end by SystemExit: 0 (losses.py:"]),
-    (flags("--loss", "tests.e2e.losses:not_finite"), ["nothing was trained", "all 2 optimizer steps", "--loss"]),
-    (flags("--rollout-max-prompt-len", "3"), ["--rollout-max-prompt-len"]),
-    (
-        flags("--mask-truncated", "--rollout-max-response-len", "2"),
+    "reward": (["--reward", "tests.e2e.rewards:exits"], ["scores none of", "SystemExit: 0 (rewards.py:"]),
+    "loss": (["--loss", "tests.e2e.losses:exits"], ["ended before its end by SystemExit: 0 (losses.py:"]),
+    "NaN": (["--loss", "tests.e2e.losses:not_finite"], ["nothing was trained", "all 2 optimizer steps", "--loss"]),
+    "prompts": (["--rollout-max-prompt-len", "3"], ["--rollout-max-prompt-len"]),
+    "responses": (
+        ["--mask-truncated", "--rollout-max-response-len", "2"],
         ["all 16 responses were cut off at --rollout-max-response-len 2; raise it"],
     ),
-    (
-        flags("--algorithm", "opd", "--opd-teacher", "http://127.0.0.1:9"),
-        ["--opd-teacher http://127.0.0.1:9", "reached"],
-    ),
-    (teacher_of_another_tokenizer, ["--opd-teacher", "another tokenizer", "differ"]),
-]
+    "teacher": (["--algorithm", "opd", "--opd-teacher", "http://127.0.0.1:9"], ["http://127.0.0.1:9", "reached"]),
+    "its tokenizer": (teacher_of_another_tokenizer, ["--opd-teacher", "another tokenizer", "differ"]),
+}
 
 
-@pytest.mark.parametrize(("prepare", "words"), BAD_INPUT, ids=lambda value: getattr(value, "__name__", ""))
-def test_bad_input_is_one_line(prepare: Prepare, words: list[str], checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY_RUN]
-
-    result = command.run([*argv, *prepare(tmp_path, checkpoint)], tmp_path / "out")
-
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line(case: str, checkpoint: Path, tmp_path: Path) -> None:
+    prepare, words = BAD_INPUT[case]
+    flags = prepare if isinstance(prepare, list) else prepare(tmp_path, checkpoint)
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY_RUN, *flags]
+    result = command.run(argv, tmp_path / "out")
     assert result.code == 2, result.err
     last = result.err.strip().splitlines()[-1]
     assert "Traceback" not in result.err

@@ -8,7 +8,7 @@ import pytest
 from examples import stages
 from examples.calculator import train as calculator
 from tests.e2e import command
-from tests.e2e.command import metrics_of, rows_of, trained
+from tests.e2e.command import rows_of, trained
 
 GRPO = [*calculator.ENVIRONMENT, *calculator.TASK, *stages.GRPO, *stages.BOTH]
 
@@ -26,22 +26,18 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.matrix
 def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) -> None:
     """From half right to nearly always right, on products that it never saw and cannot compute itself."""
-    run = tmp_path / "run"
-    flags = ["--hf-checkpoint", str(warm_model), "--output-dir", str(run), *GRPO]
-    flags += ["--num-rollout", "12", "--eval-interval", "12", "--rollout-seed", "0", "--keep-last", "0"]
-    result = command.run([*flags, "--log-to"], tmp_path, timeout=400)
-    assert result.code == 0, result.err
-
-    before, after = (row["eval/heldout/accuracy"] for row in metrics_of(run) if "eval/heldout/accuracy" in row)
+    flags = ["--num-rollout", "12", "--eval-interval", "12", "--rollout-seed", "0", "--keep-last", "0", "--log-to"]
+    logged = command.train(warm_model, tmp_path, *GRPO, *flags, timeout=400)
+    before, after = (row["eval/heldout/accuracy"] for row in logged if "eval/heldout/accuracy" in row)
     assert before < 0.6
     assert after > before + 0.2
-    rows = trained(metrics_of(run))
+    rows = trained(logged)
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.2
     assert rows[-1]["episode/several_turns_fraction"] > rows[0]["episode/several_turns_fraction"] + 0.2
     assert rows[-1]["episode/turns_mean"] == 1 + rows[-1]["episode/several_turns_fraction"]  # asked once
     assert max(row["mismatch/abs_max"] for row in rows) < 1e-4  # of the trained tokens, all sampled
 
-    shown = [row for row in rows_of(run / "samples.jsonl") if row["reward"] == 1.0]
+    shown = [row for row in rows_of(tmp_path / "run" / "samples.jsonl") if row["reward"] == 1.0]
     assert {row["set"] for row in shown} == {"train", "heldout"}
     pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|user\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
     for a, b, heard, answer in (re.fullmatch(pattern, row["response"]).groups() for row in shown):  # type: ignore[union-attr]

@@ -1,6 +1,5 @@
 """`fsdptrain eval` scores models and checkpoints as a run does, without training."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from fsdptrain.tools.evaluate import run_arguments
 from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of
 from tests.e2e.conftest import Finished
+from tests.testing import write_rows
 
 
 def evaluation(folder: Path) -> dict[str, float]:
@@ -36,28 +36,10 @@ def test_a_checkpoint_has_the_scores_that_its_run_saw_on_other_ranks(run: Path, 
 
 
 def test_a_finished_run_is_scored_on_all_rows_of_other_data_with_other_options(run: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}?", "label": str(i)}) + "\n" for i in range(11)))
-    argv = [
-        "eval",
-        str(run),
-        "--prompt-data",
-        str(data),
-        "--n-samples-per-eval-prompt",
-        "4",
-        "--system-prompt",
-        "brief",
-    ]
-    argv += [
-        "--system-prompt",
-        "brief",
-        "--rollout-max-response-len",
-        "6",
-        "--reward",
-        "tests.e2e.rewards:variety",
-        "--no-bf16",
-        "--log-to",
-    ]
+    data = write_rows(tmp_path / "rows.jsonl", ({"prompt": f"{i}?", "label": str(i)} for i in range(11)))
+    argv = ["eval", str(run), "--prompt-data", str(data), "--n-samples-per-eval-prompt", "4"]
+    argv += ["--system-prompt", "brief", "--rollout-max-response-len", "6", "--reward", "tests.e2e.rewards:variety"]
+    argv += ["--no-bf16", "--log-to"]
     argv += ["--overlong-penalty", "0", "--pass-threshold", "0.4", "--output-dir", str(tmp_path / "eval")]
     result = command.run(argv, tmp_path)
     assert result.code == 0, result.err

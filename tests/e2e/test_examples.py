@@ -78,11 +78,7 @@ def test_an_example_runs_to_its_end_and_trains_on_no_held_out_task(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("name", "metric", "gain"),
-    [
-        ("guess_number", "eval/heldout/accuracy", 0.2),
-        ("code", "eval/heldout/accuracy", 0.2),
-    ],
+    ("name", "metric", "gain"), [("guess_number", "eval/heldout/accuracy", 0.2), ("code", "eval/heldout/accuracy", 0.2)]
 )
 def test_an_example_learns(name: str, metric: str, gain: float, tmp_path: Path) -> None:
     """From half to nearly all of the reward, with what GRPO learns from the reward alone."""

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdptrain import Config, Trainer
+from fsdptrain import Trainer
 from fsdptrain.types import Prompt, SamplingParams
 from tests import zoo
 from tests.tensors import load_files
-from tests.testing import tiny_tokenizer
+from tests.testing import save_hub, tiny_run
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
 PROMPTS = [Prompt(str(i), [5 + i, 7, 11], "") for i in range(4)]
@@ -25,24 +25,9 @@ def parity(prompt: Any, response: str) -> float:
 
 def trainer_of(family: str, folder: Path, **values: Any) -> Trainer:
     """Of a checkpoint in bfloat16."""
-    source = folder / "source"
-    zoo.build(family).bfloat16().save_pretrained(source)
-    tiny_tokenizer().save_pretrained(source)
-    config = Config(
-        hf_checkpoint=str(source),
-        output_dir=str(folder / "run"),
-        num_rollout=2,
-        rollout_batch_size=2,
-        n_samples_per_prompt=4,
-        rollout_max_response_len=4,
-        reward_workers=0,
-        lr=1e-3,
-        eval_size=2,
-        eval_interval=2,
-        keep_last=0,
-        log_to=[],
-        **values,
-    )
+    source = save_hub(zoo.build(family).bfloat16(), folder / "source")
+    options = {"num_rollout": 2, "n_samples_per_prompt": 4, "lr": 1e-3, "eval_size": 2, "eval_interval": 2}
+    config = tiny_run(source, folder / "run", export=True, keep_last=0, **options, **values)
     return Trainer(config, reward=parity, dataset=ROWS)
 
 

@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from fsdptrain import Config, Trainer, platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.hub import open_repository, push
+from tests.testing import tiny_run
 
 NAME, TOKEN = "somebody/tiny", "hf_of_the_tests"
 
@@ -80,7 +81,7 @@ def hub() -> Iterator[Hub]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     found.url = f"http://127.0.0.1:{server.server_port}"
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield found
     server.shutdown()
@@ -99,10 +100,8 @@ def alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
-    options = {"hf_checkpoint": str(checkpoint), "output_dir": str(tmp_path), "push_to_hub": NAME, "num_rollout": 1}
-    sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 4, "eval_interval": 0}
-    rows = [{"prompt": "say a", "label": "a"}] * 2
-    run = Trainer(Config(**options, **sizes, reward="exact", bf16=False, log_to=[]), dataset=rows)
+    options = {"push_to_hub": NAME, "num_rollout": 1, "eval_interval": 0, "reward": "exact", "export": True}
+    run = Trainer(tiny_run(checkpoint, tmp_path, **options), dataset=[{"prompt": "say a", "label": "a"}] * 2)
     hub.refuses = True
     with pytest.raises(ConfigError, match="hf upload"):
         run.fit()
@@ -117,34 +116,25 @@ def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoi
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_missing_login_ends_the_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(ConfigError, match=r"--push-to-hub somebody/tiny: .*hf auth login"):
-        open_repository(Config(hf_checkpoint="x", push_to_hub=NAME))
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", None])
-def test_a_hub_out_of_reach_and_a_broken_name_are_one_line(url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if url is not None:
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-    with pytest.raises(ConfigError) as caught:
-        open_repository(Config(hf_checkpoint="x", push_to_hub="a/b/c" if url is None else NAME))
+@pytest.mark.parametrize(
+    ("name", "url", "token", "state", "words"),
+    [
+        (NAME, None, "hf_wrong", {}, r"--push-to-hub somebody/tiny: .*hf auth login"),
+        (NAME, "http://127.0.0.1:9", TOKEN, {}, "--push-to-hub"),
+        ("a/b/c", None, TOKEN, {}, "--push-to-hub"),
+        (NAME, None, TOKEN, {"private": {NAME: True}, "reads_only": True}, "a token that may write"),
+        (NAME, None, TOKEN, {"private": {NAME: False}}, "is a public repository"),
+    ],
+)
+def test_a_repository_that_cannot_be_written_or_is_public_is_refused_before_the_run_begins(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str, url: str | None, token: str, state: dict, words: str
+) -> None:
+    vars(hub).update(state)
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(constants, "ENDPOINT", url or hub.url)
+    with pytest.raises(ConfigError, match=words) as caught:
+        open_repository(Config(hf_checkpoint="x", push_to_hub=name))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_token_that_may_not_write_ends_the_run_before_it_begins(hub: Hub) -> None:
-    hub.private[NAME], hub.reads_only = True, True
-    with pytest.raises(ConfigError, match="a token that may write"):
-        open_repository(Config(hf_checkpoint="x", push_to_hub=NAME))
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_public_repository_is_refused(hub: Hub) -> None:
-    hub.private[NAME] = False
-    with pytest.raises(ConfigError, match="is a public repository"):
-        open_repository(Config(hf_checkpoint="x", push_to_hub=NAME))
 
 
 @pytest.mark.usefixtures("alone")

@@ -15,7 +15,7 @@ from fsdptrain.config import DataConfig
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import CheckpointError
 from fsdptrain.trainer.inputs import digest_rows
-from tests.testing import save_tiny_checkpoint
+from tests.testing import save_tiny_checkpoint, tiny_run, write_rows
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(40)]
 REWARD = "def right(prompt, response):\n    return len(response) % 3\n"
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(folder: Path) -> None:
     save_tiny_checkpoint(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows(folder / "rows.jsonl", ROWS)
     (folder / "my_inputs_reward.py").write_text(REWARD)
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
     importlib.invalidate_caches()
@@ -40,21 +40,8 @@ def write(folder: Path) -> None:
 
 
 def config(folder: Path, **values: Any) -> Config:
-    return Config(
-        hf_checkpoint=str(folder / "model"),
-        output_dir=str(folder / "run"),
-        prompt_data=str(folder / "rows.jsonl"),
-        reward=["my_inputs_reward:right"],
-        rollout_batch_size=2,
-        n_samples_per_prompt=2,
-        rollout_max_response_len=4,
-        eval_size=4,
-        reward_workers=0,
-        bf16=False,
-        log_to=[],
-        export=False,
-        **values,
-    )
+    data = {"prompt_data": str(folder / "rows.jsonl"), "reward": ["my_inputs_reward:right"], "eval_size": 4}
+    return tiny_run(folder / "model", folder / "run", **data, **values)
 
 
 def other_row(folder: Path) -> None:

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from fsdptrain.cores import usable_cores
 from tests.e2e import command
 from tests.matrix import only
-from tests.testing import rank_variables, reserved_port
+from tests.testing import rank_variables, reserved_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ["-m", "tests.e2e.rank_program"]
@@ -55,10 +54,7 @@ FATES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fate", "code", "first", "last"),
-    only(FATES[:2], FATES),
-)
+@pytest.mark.parametrize(("fate", "code", "first", "last"), only(FATES[:2], FATES))
 def test_every_kind_of_failure_is_reported_once(fate, code, first, last):
     found, out, err = finish(start(*PROGRAM, fate))
     assert (found, out) == (code, "")
@@ -93,10 +89,7 @@ def test_no_rank_outlives_the_command(signum, code, line):
     pids = ready_pids(process)
     process.send_signal(signum)
     assert finish(process) == (code, "", line)
-    deadline = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_running, pids))
+    wait_until(lambda: not any(map(is_running, pids)), 20)
 
 
 @pytest.mark.matrix

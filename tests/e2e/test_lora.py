@@ -13,16 +13,15 @@ from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 from tests.tensors import load_files
 
+TRAINED = "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained"
+
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp_path: Path) -> None:
     whole = tmp_path / "run"
-    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(whole)]
-    result = command.run([*argv, "--lora-rank", "4", "--kl-loss-coef", "0.1"], tmp_path / "1", num_ranks=2)
-    assert result.code == 0, result.err
-    assert "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained" in result.err
-    assert "for merged weights: fsdptrain export RUN --lora-export merged" in result.err
-
+    command.train(checkpoint, tmp_path, *TINY_RUN, "--lora-rank", "4", "--kl-loss-coef", "0.1", num_ranks=2)
+    assert TRAINED in (tmp_path / "err").read_text()
+    assert "for merged weights: fsdptrain export RUN --lora-export merged" in (tmp_path / "err").read_text()
     step = str(whole / "checkpoints" / "step_00000002")
     exported = ["export", "--checkpoint", step, "--output", str(tmp_path / "merged"), "--lora-export", "merged"]
     assert command.run(exported, tmp_path / "4").code == 0
@@ -43,14 +42,13 @@ def test_an_adapter_on_weights_in_4_bits_is_trained_resumed_and_merged_into_the_
     checkpoint: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(run), "--lora-rank", "4"]
-    argv += ["--load-in-4bit", "--kl-loss-coef", "0.1", "--lora-export", "both"]
+    argv = [*TINY_RUN, "--lora-rank", "4", "--load-in-4bit", "--kl-loss-coef", "0.1", "--lora-export", "both"]
     argv += ["--gradient-checkpointing"]
-    assert command.run([*argv, "--num-rollout", "1"], tmp_path / "1", num_ranks=2).code == 0
-    result = command.run(argv, tmp_path / "2", num_ranks=2)
-    assert result.code == 0, result.err
-    assert "frozen weights of 14 linear layers in 4 bits: 73,728 weights" in result.err
-    assert "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained" in result.err
+    for rollouts in ("1", "2"):
+        command.train(checkpoint, tmp_path, *argv, "--num-rollout", rollouts)
+    said = (tmp_path / "err").read_text()
+    assert "frozen weights of 14 linear layers in 4 bits: 73,728 weights" in said
+    assert TRAINED in said
     merged, base = load_files(run / "hf"), load_files(checkpoint)
     factors = load_files(run / "hf" / "adapter")
     name = "model.layers.0.mlp.up_proj"

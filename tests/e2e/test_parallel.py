@@ -1,8 +1,5 @@
-"""Tensor, expert and context parallelism by the real command line: the run without them is the reference."""
+"""Tensor, expert and context parallelism by the real command line: the run without them is the reference; replay."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +8,8 @@ from tests import zoo
 from tests.e2e import command
 from tests.e2e.command import UNEVALUATED
 from tests.matrix import only
-from tests.testing import rank_variables
 
-# old and reference logprobs, and a KL term
-FLAGS = "--global-batch-size 8 --kl-loss-coef 0.1"
+KL = ["--global-batch-size", "8", "--kl-loss-coef", "0.1"]  # old and reference logprobs
 COMPARED = ("loss/total", "policy/entropy", "policy/ref_kl", "reward/mean", "optim/grad_norm", "progress/tokens")
 SPLITS = {
     "tensor": ("qwen3", ["--tensor-parallel-size", "2"]),
@@ -26,18 +21,7 @@ SPLITS = {
 
 def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float]]:
     """The metrics of the rollouts of a run on two ranks."""
-    argv = [
-        "--hf-checkpoint",
-        str(checkpoint),
-        "--output-dir",
-        str(folder / "run"),
-        *UNEVALUATED,
-        *FLAGS.split(),
-        *flags,
-    ]
-    result = command.run(argv, folder, num_ranks=2)
-    assert result.code == 0, result.err
-    return command.trained(command.metrics_of(folder / "run"))
+    return command.trained(command.train(checkpoint, folder, *UNEVALUATED, *flags, num_ranks=2))
 
 
 @pytest.mark.parametrize("split", only(["context"], SPLITS))
@@ -46,8 +30,8 @@ def test_a_split_run_trains_like_one_of_replicas_and_is_exported_by_one_process(
 ) -> None:
     family, flags = SPLITS[split]
     model = moe if family == "moe" else checkpoint
-    plain = trained(model, tmp_path / "plain", "--fsdp-replicate-size", "2", "--no-export", "--keep-last", "0")
-    found = trained(model, tmp_path / "split", *flags)
+    plain = trained(model, tmp_path / "plain", *KL, "--fsdp-replicate-size", "2", "--no-export", "--keep-last", "0")
+    found = trained(model, tmp_path / "split", *KL, *flags)
     assert len(plain) == len(found) == 2
     for wanted, row in zip(plain, found, strict=True):
         assert {n: row[n] for n in COMPARED} == pytest.approx({n: wanted[n] for n in COMPARED}, rel=1e-3, abs=1e-6)
@@ -59,35 +43,14 @@ def test_a_split_run_trains_like_one_of_replicas_and_is_exported_by_one_process(
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (run / "hf" / "model.safetensors").read_bytes()
 
 
-def dry_run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "fsdptrain", "--hf-checkpoint", "X", "--dry-run", *flags]
-    environment = os.environ | variables
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_dry_run_draws_the_processes() -> None:
-    torchrun = {**rank_variables(0, 32, 29500), "LOCAL_WORLD_SIZE": "8"}
-    done = dry_run("--tensor-parallel-size", "4", "--expert-parallel-size", "16", **torchrun)
-    assert "32 processes = 1 replicas x 8 shards x 4 tensor" in done.stdout
-    assert "tensor [0 1 2 3] [4 5 6 7] " in done.stdout
-    assert "experts [0 1 2 3 ... 15] [16 17 18 19 ... 31]" in done.stdout
-    context = ["--nproc-per-node", "8", "--context-parallel-size", "2", "--tensor-parallel-size"]
-    done = dry_run(*context, "2")
-    assert "8 processes = 1 replicas x 2 shards x 2 context x 2 tensor" in done.stdout
-    assert "packs [0 1 2 3] [4 5 6 7]\ntensor [0 1] [2 3] [4 5] [6 7]\ncontext [0 2] [1 3] [4 6] [5 7]" in done.stdout
-    for flags, line in (
-        (
-            [*context, "8"],
-            "--tensor-parallel-size 8 x --context-parallel-size 2 must divide the processes of a replica, 8",
-        ),
-        (
-            ["--nproc-per-node", "32", "--expert-parallel-size", "3"],
-            "--expert-parallel-size 3 must divide the processes of a replica, 32",
-        ),
-    ):
-        done = dry_run(*flags)
-        assert done.returncode == 2
-        assert line in done.stderr
+def test_routes_of_the_engine_on_two_ranks(moe: Path, tmp_path: Path) -> None:
+    flags = ["--router-replay", "rollout", "--global-batch-size", "8", "--gradient-checkpointing", "--keep-last", "0"]
+    rows = trained(moe, tmp_path, *flags)
+    assert len(rows) == 2
+    for row in rows:
+        assert 1 <= row["moe/load_max"] <= 3  # E / k: all tokens choose it
+        assert row["mismatch/abs_mean"] < 1e-4  # in float32 on the same weights and experts
+        assert row["optim/skipped_steps"] == 0
 
 
 REFUSED = {

@@ -19,27 +19,13 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.loggers import RunInfo
 from fsdptrain.rollout.embedded.engine import build_hf_engine
 from fsdptrain.types import Metrics, Sample, Turn
-from tests.testing import spawn
+from tests.testing import spawn, tiny_run
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
 
 
-def config(checkpoint: Path, folder: Path, **values: Any) -> Config:
-    options: dict[str, Any] = {
-        "hf_checkpoint": str(checkpoint),
-        "output_dir": str(folder),
-        "num_rollout": 3,
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 2,
-        "rollout_max_response_len": 4,
-        "reward_workers": 0,  # processes take seconds to import this module
-        "bf16": False,
-        "log_to": [],
-        "export": False,
-    }
-    if values.get("algorithm") == "sft":
-        del options["n_samples_per_prompt"], options["rollout_max_response_len"], options["reward_workers"]
-    return Config(**{**options, **values})
+def config(checkpoint: Path | str, folder: Path, **values: Any) -> Config:
+    return tiny_run(checkpoint, folder, **{"num_rollout": 3, **values})
 
 
 def vowels(prompt: Any, response: str) -> float:
@@ -291,10 +277,7 @@ def test_an_argument_that_contradicts_the_configuration_is_refused(checkpoint, t
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        (
-            {"dataset": "rows.jsonl"},
-            ["Trainer(dataset='rows.jsonl') takes rows, not a name: give it to "],
-        ),
+        ({"dataset": "rows.jsonl"}, ["Trainer(dataset='rows.jsonl') takes rows, not a name: give it to "]),
         (
             {"reward_funcs": len, "train_dataset": ROWS, "peft_config": None, "lr": 1e-5, "args": None},
             [

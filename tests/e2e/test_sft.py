@@ -1,22 +1,24 @@
 """Supervised runs on the command line: rows that are skipped, the loss of held-out rows, packs and ranks."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from fsdptrain.config import DataConfig
+from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.sft import SampleBuilder, untokenized
 from fsdptrain.data.tables import as_rows
+from fsdptrain.errors import DataError
+from fsdptrain.trainer.data import build_data, require_same_data
 from tests.e2e import command
 from tests.e2e.command import metrics_of, trained
 from tests.matrix import only
-from tests.testing import tiny_tokenizer
+from tests.testing import spawn, tiny_tokenizer, write_rows
 
 CHATS = [
     [
@@ -31,16 +33,11 @@ NO_ANSWER = {"messages": CHATS[0][:1]}
 CALLS = {"messages": [*CHATS[0][:1], {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def flags(checkpoint: Path, folder: Path, rows: list[dict[str, Any]], **values: Any) -> list[str]:
     options = {
         "hf_checkpoint": checkpoint,
         "algorithm": "sft",
-        "prompt_data": write(folder / "rows.jsonl", rows),
+        "prompt_data": write_rows(folder / "rows.jsonl", rows),
         "rollout_batch_size": 4,
         "num_rollout": 2,
         "max_tokens_per_gpu": 256,
@@ -71,7 +68,7 @@ def stock_loss(checkpoint: Path, loss_on: str) -> float:
 @pytest.mark.parametrize(("num_ranks", "loss_on"), only([(2, "last")], [(1, "assistant"), (2, "last")]))
 def test_eval_loss_is_the_token_mean_over_held_out_rows_on_any_ranks(num_ranks, loss_on, checkpoint, tmp_path) -> None:
     """Measured before training and after it, without an engine."""
-    held_out = write(tmp_path / "held_out.jsonl", [{"messages": chat} for chat in CHATS])
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"messages": chat} for chat in CHATS])
     rows = [{"messages": [{"role": "user", "content": f"speak {i}"}, *chat[1:]]} for i, chat in enumerate(CHATS)]
     options = {"eval_prompt_data": held_out, "sft_loss_on": loss_on, "lr": "1e-2", "eval_interval": 2, "keep_last": 1}
     argv = flags(checkpoint, tmp_path, rows, **options)
@@ -112,3 +109,23 @@ def test_a_run_whose_rows_are_all_unusable_ends_before_the_model_is_loaded(tmp_p
     assert "none of 8 rows can be trained on, 6: row rows.jsonl:" in last
     assert "no message is of the assistant; 2: row" in last
     assert "parameters" not in result.err
+
+
+def refusal_on_this_rank(counts: list[int], folder: Path) -> str:
+    rank = dist.get_rank()
+    (folder / f"{rank}").mkdir()
+    rows = ({"prompt": f"say {i}", "label": f"{i}"} for i in range(counts[rank]))
+    path = write_rows(folder / f"{rank}" / "rows.jsonl", rows)
+    config = Config(hf_checkpoint="x", algorithm="sft", prompt_data=str(path), eval_size=2)
+    try:
+        require_same_data(build_data(config, tiny_tokenizer(), None, None).stream)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("counts", [[20, 20], [20, 13]])
+def test_ranks_must_read_the_same_rows(counts: list[int], tmp_path: Path) -> None:
+    first, second = spawn(2, refusal_on_this_rank, counts, tmp_path)
+    assert first == second
+    assert ("ranks read different rows" in first) == (counts[0] != counts[1])

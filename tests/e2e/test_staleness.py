@@ -4,9 +4,6 @@ In flight: the embedded engine in threads of its own (tests/e2e/engines.py). Wha
 under way when new weights come is tested in tests/vllm/servers/test_in_flight.py.
 """
 
-import os
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdptrain import Config, Trainer
+from fsdptrain import Trainer
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN, UNEVALUATED, rows_of
 from tests.e2e.engines import CALLS
+from tests.testing import tiny_run, wait_until
 
 ENGINES = {"queue": "tests.e2e.engines:recording", "in flight": "tests.e2e.engines:in_flight"}
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(64)]
@@ -27,27 +25,10 @@ ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(64)]
 def train(checkpoint: Path, folder: Path, kind: str, age: int, **values: Any) -> list[dict[str, Any]]:
     """The metrics of four rollouts."""
     CALLS.clear()
-    config = {
-        "hf_checkpoint": str(checkpoint),
-        "output_dir": str(folder),
-        "rollout_engine": ENGINES[kind],
-        "max_staleness": age,
-        "num_rollout": 4,
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 4,
-        "rollout_max_response_len": 6,
-        "reward": "tests.e2e.rewards:variety",
-        "mismatch_correction": "tis",
-        "lr": 1e-3,
-        "bf16": False,
-        "log_to": [],
-        "log_num_samples": 8,
-        "export": True,
-        "keep_last": 0,
-        "eval_interval": 0,
-        **values,
-    }
-    Trainer(Config(**config), dataset=ROWS).fit()
+    options = {"rollout_engine": ENGINES[kind], "max_staleness": age, "mismatch_correction": "tis", "num_rollout": 4}
+    options |= {"n_samples_per_prompt": 4, "rollout_max_response_len": 6, "reward": "tests.e2e.rewards:variety"}
+    options |= {"lr": 1e-3, "log_num_samples": 8, "export": True, "keep_last": 0, "eval_interval": 0}
+    Trainer(tiny_run(checkpoint, folder, **options | values), dataset=ROWS).fit()
     return rows_of(folder / "metrics.jsonl")
 
 
@@ -76,16 +57,10 @@ def test_old_tokens_of_a_late_group_are_trained(checkpoint: Path, tmp_path: Path
 
 
 def test_ranks_run_ahead_together(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
-    argv += ["--max-staleness", "2", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
-    argv[argv.index("--num-rollout") + 1] = "6"
-    result = command.run(
-        [*argv, "--environment", "examples.calculator.calculator:Calculator", "--max-turns", "2"],
-        tmp_path / "log",
-        num_ranks=2,
-    )
-    assert result.code == 0, result.err
-    rows = [row for row in rows_of(tmp_path / "run" / "metrics.jsonl") if "staleness/max" in row]
+    argv = [*TINY_RUN, "--rollout-engine", ENGINES["in flight"], "--max-staleness", "2", "--num-rollout", "6"]
+    argv += ["--mismatch-correction", "tis"]
+    argv += ["--environment", "examples.calculator.calculator:Calculator", "--max-turns", "2"]
+    rows = [row for row in command.train(checkpoint, tmp_path, *argv, num_ranks=2) if "staleness/max" in row]
     assert len(rows) == 6
     assert all(row["staleness/max"] <= row["step"] - 1 for row in rows)
     assert rows[-1]["progress/samples"] == 6 * 16
@@ -96,17 +71,12 @@ def test_a_killed_run_goes_on_without_losing_a_prompt_or_training_on_one_twice(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
-    argv += ["--log-num-samples", "16"]
+    argv += ["--log-num-samples", "16", "--save-interval", "1", "--num-rollout", "9"]
     argv += ["--max-staleness", "2", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
-    argv += ["--save-interval", "1"]
-    argv[argv.index("--num-rollout") + 1] = "9"
     killed = command.start(argv, tmp_path / "killed")
-    end = time.monotonic() + 120
-    while not list((tmp_path / "run" / "checkpoints").glob("step_*3")):
-        assert killed.is_alive(), (tmp_path / "killed" / "err").read_text()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    os.kill(killed.pid, signal.SIGKILL)
+    steps = tmp_path / "run" / "checkpoints"
+    wait_until(lambda: list(steps.glob("step_*3")), 120, alive=killed.is_alive)
+    killed.kill()
     killed.join()
 
     result = command.run(argv, tmp_path / "resumed")

@@ -3,13 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import command
 from tests.e2e.test_launch import finish, start
+from tests.testing import wait_until
 
 IN_BACKGROUND = [  # as after `&` in a script
     "-c",
@@ -26,14 +26,6 @@ def argv(checkpoint: Path, folder: Path, *more: str) -> list[str]:
     return [*options, "--reward", "tests.e2e.rewards:half_a_second", "--reward-workers", "0", *more]
 
 
-def wait_until(condition: Callable[[], bool], is_alive: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def has_stepped(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists() and bool(command.metrics_of(folder))
 
@@ -41,7 +33,7 @@ def has_stepped(folder: Path) -> bool:
 def stopped(signum: int, folder: Path, flags: list[str]) -> tuple:
     """Exit code and stderr of a process that gets the signal after its first step."""
     process = command.start(flags, folder.parent / "log")
-    wait_until(lambda: has_stepped(folder), process.is_alive)
+    wait_until(lambda: has_stepped(folder), 120, alive=process.is_alive)
     os.kill(process.pid, signum)
     process.join(120)
     return process.exitcode, (folder.parent / "log" / "err").read_text()
@@ -63,7 +55,7 @@ def test_the_first_signal_ends_the_run_after_its_step_with_a_checkpoint(
         found, err = stopped(signum, folder, argv(checkpoint, folder, *more))
     else:
         process = start(*launch, *argv(checkpoint, folder, *more), variables={"OMP_NUM_THREADS": "1"})
-        wait_until(lambda: has_stepped(folder), lambda: process.poll() is None)
+        wait_until(lambda: has_stepped(folder), 120, alive=lambda: process.poll() is None)
         process.send_signal(signum)
         found, _, err = finish(process)
     assert found == code, err
@@ -83,7 +75,7 @@ def test_the_first_signal_ends_the_run_after_its_step_with_a_checkpoint(
 def test_a_second_ctrl_c_ends_the_run_at_once(checkpoint, tmp_path):
     folder = tmp_path / "run"
     process = command.start(argv(checkpoint, folder), tmp_path / "log", {"SECONDS": "60"})
-    wait_until((folder / "config.yaml").exists, process.is_alive)
+    wait_until((folder / "config.yaml").exists, 120, alive=process.is_alive)
     time.sleep(2.0)  # in the first rollout
     os.kill(process.pid, signal.SIGINT)
     time.sleep(1.5)

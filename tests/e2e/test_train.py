@@ -1,9 +1,8 @@
-"""Whole runs from the command line: metrics, exports, and resumes."""
+"""Whole runs from the command line: metrics, exports, resumes, and the report of a run."""
 
+import gzip
 import json
 import shutil
-import time
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of, trained
 from tests.e2e.conftest import Finished
 from tests.matrix import only
-from tests.testing import save_tiny_checkpoint
+from tests.testing import save_tiny_checkpoint, wait_until, write_rows
 
 EMITTED = """
 reward/mean reward/std reward/reasoning_gym reward/variety reward/unscored_fraction group/zero_std_fraction
@@ -33,9 +32,9 @@ eval/heldout/pass@1 eval/heldout/pass@2 eval/heldout/length_mean eval/heldout_gr
 LABELS = ["luck", "0", "1", "luck", "1", "luck", "0", "1", "0"]
 SELECTIVE = [  # two epochs of two steps on groups that differ in reward, with a reference
     *("--algorithm", "dapo", "--reward", "tests.e2e.rewards:by_label", "--global-batch-size", "8"),
-    *("--epochs-per-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "4"),
+    *("--epochs-per-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "3"),
     *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-interval", "0", "--no-bf16"),
-    *("--kl-loss-coef", "0.1", "--save-interval", "1", "--lr", "1e-3", "--log-to"),
+    *("--kl-loss-coef", "0.1", "--save-interval", "1", "--lr", "1e-3", "--reward-workers", "0", "--log-to"),
 ]
 
 
@@ -71,9 +70,8 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(
     ("num_ranks", "saving"), only([(2, ["--async-save"])], [(1, []), (2, []), (2, ["--async-save"])])
 )
 def test_a_killed_run_resumes_bitwise(checkpoint: Path, tmp_path: Path, num_ranks: int, saving: list[str]) -> None:
-    data, reference = tmp_path / "rows.jsonl", save_tiny_checkpoint(tmp_path / "reference", seed=5)
     rows = [{"prompt": f"say {i}", "label": label} for i, label in enumerate(LABELS)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, reference = write_rows(tmp_path / "rows.jsonl", rows), save_tiny_checkpoint(tmp_path / "reference", seed=5)
     base = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--ref-load", str(reference), *SELECTIVE]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     result = command.run([*base, "--output-dir", str(whole)], tmp_path / "1", num_ranks=num_ranks)
@@ -81,7 +79,7 @@ def test_a_killed_run_resumes_bitwise(checkpoint: Path, tmp_path: Path, num_rank
 
     argv = [*base, *saving, "--output-dir", str(killed)]
     with command.start_ranks(argv, tmp_path / "2", num_ranks) as ranks:
-        wait_for(killed / "checkpoints" / "step_00000002", ranks[0], tmp_path / "2" / "err")
+        wait_until((killed / "checkpoints" / "step_00000002").exists, 300, alive=ranks[0].is_alive)
         for rank in ranks:
             rank.kill()
             rank.join()
@@ -111,9 +109,16 @@ def test_the_same_command_goes_on_where_the_run_has_ended_with_changed_options(
     assert [row["step"] for row in trained(metrics_of(run))] == [1, 2, 3]
 
 
-def wait_for(path: Path, process: ForkServerProcess, said: Path) -> None:
-    deadline = time.monotonic() + 300
-    while not path.exists():
-        assert process.is_alive(), said.read_text()
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.005)
+def test_report_of_a_real_run(finished: Finished, checkpoint: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished.folder, tmp_path / "run")
+    result = command.run(["report", str(run)], tmp_path)
+    assert (result.code, result.err) == (0, "")
+    last = metrics_of(run)[-2]
+    table = {line.split("  ")[0]: line.split() for line in result.out.splitlines()}
+    assert table["reward"][-2:] == [f"{last['reward/mean']:.3f}", "2"]
+    assert "accuracy" in table
+    assert f"grpo of {checkpoint}" in result.out.replace("\n", "")
+    with gzip.open(run / "profile" / "rank0_step2-2.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"phase: train", "aten::mm"} <= names
+    assert "</html>" in (run / "report.html").read_text()

@@ -10,14 +10,14 @@ from PIL import Image
 
 from tests import vision_zoo as zoo
 from tests.e2e import command
-from tests.e2e.command import metrics_of
 from tests.matrix import only
 from tests.tensors import load_files
+from tests.testing import write_rows
 
 RUN = [
     *("--image-key", "images", "--input-key", "question", "--label-key", "answer"),
     *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "1"),
-    *("--max-tokens-per-gpu", "256"),
+    *("--max-tokens-per-gpu", "256", "--reward-workers", "0"),
     *("--eval-size", "16", "--eval-interval", "1000", "--n-samples-per-eval-prompt", "8"),
     *("--reward", "tests.e2e.rewards:names_color", "--no-bf16", "--system-prompt", "", "--log-to"),
 ]
@@ -34,8 +34,7 @@ def made_task(folder: Path, size: int = 64) -> Path:
         pixels[..., 0 if answer == "red" else 2] += 190
         Image.fromarray(pixels).save(folder / "pictures" / f"{i}.png")
         rows.append({"question": "<image>Which?", "answer": answer, "images": [f"pictures/{i}.png"]})
-    (folder / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder / "task.jsonl"
+    return write_rows(folder / "task.jsonl", rows)
 
 
 @pytest.mark.parametrize("num_rollouts", only([2], [2, 14]))
@@ -43,12 +42,8 @@ def test_a_model_learns_to_say_what_it_sees(tmp_path: Path, num_rollouts: int):
     checkpoint, run = zoo.save(tmp_path / "model", "qwen3_vl"), tmp_path / "run"
     data = made_task(tmp_path)
     flags = ["--num-rollout", str(num_rollouts), "--lr", "1e-2", "--save-interval", "0"]
-    argv = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--output-dir", str(run), *RUN, *flags]
-
-    result = command.run(argv, tmp_path, timeout=300, num_ranks=2)
-
-    assert result.code == 0, result.err
-    accuracy = [row["eval/heldout/accuracy"] for row in metrics_of(run) if "eval/heldout/accuracy" in row]
+    rows = command.train(checkpoint, tmp_path, "--prompt-data", str(data), *RUN, *flags, num_ranks=2)
+    accuracy = [row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row]
     assert accuracy[0] < 0.3
     assert accuracy[-1] > (0.8 if num_rollouts > 2 else 0)
     before, after = load_files(checkpoint), load_files(run / "hf")

@@ -16,6 +16,7 @@ from fsdptrain.loggers.run_info import RunInfo
 from tests.browser import Browser, open_browser
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN, rows_of, trained
+from tests.testing import wait_until
 
 HOSTILE = [
     "<script>window.hacked = 1</script>",
@@ -51,11 +52,9 @@ def watching(runs: Sequence[Path], folder: Path) -> Iterator[str]:
     """Run `fsdptrain watch` and return the address that it prints."""
     process = command.start(["watch", *map(str, runs)], folder)
     try:
-        end = time.monotonic() + 60
-        while not (url := (folder / "out").read_text() if (folder / "out").is_file() else "").endswith("\n"):
-            assert time.monotonic() < end, (folder / "err").read_text()
-            time.sleep(0.02)
-        yield url.strip()
+        out = folder / "out"
+        wait_until(lambda: out.is_file() and out.read_text().endswith("\n"), alive=process.is_alive)
+        yield out.read_text().strip()
     finally:
         process.kill()
         process.join()
@@ -75,6 +74,7 @@ def write_run(folder: Path, *, name: str = "reward/mean", texts: Sequence[str] =
 def test_the_page_shows_a_run_while_it_goes_on(page: Browser, checkpoint: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
+    (run / "metrics.jsonl").touch()
     with watching([run], tmp_path / "watch") as url:
         page.open(url)
         page.wait(f"{STATE} === 'waiting for the first step'")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.megatron.config import MegatronConfig
 from tests import families, zoo
-from tests.testing import tiny_tokenizer
+from tests.testing import save_hub
 
 VOCAB_SIZE = 263  # odd: tensor parallel must pad it
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -43,9 +43,7 @@ def save(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     made = config(family, **({"vocab_size": VOCAB_SIZE} | changes))
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     zoo.randomize(model, seed)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_hub(model, folder)
 
 
 class Built(NamedTuple):

@@ -60,6 +60,12 @@ class Found(NamedTuple):
     norm: float  # relative difference of that of all gradients
     wrong: list[str]  # what came out otherwise than it was loaded, bit by bit, by names of files and of modules
 
+    def require(self, *, gradient: float) -> None:
+        assert self.difference < 1e-5
+        assert self.gradient < gradient, self.tensor
+        assert self.norm < 1e-5
+        assert self.wrong == []
+
 
 def compared(chosen: Sequence[Case], folder: Path) -> dict[str, list[Found]]:
     """Of each case, by name, what each rank found; those of as many ranks by the same processes, which import once."""

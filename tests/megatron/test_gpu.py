@@ -52,11 +52,7 @@ def test_a_model_is_built_and_weights_come_out_bitwise(family: str, tmp_path: Pa
 
 
 @two_gpus
-@pytest.mark.parametrize(
-    "layout",
-    [{"expert_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [{"expert_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}], ids=str)
 def test_steps_on_two_gpus_are_those_on_one(layout: dict[str, int], tmp_path: Path) -> None:
     folder = cases.save("qwen3_moe", tmp_path / "model")
     found = spawn(2, train, folder, tmp_path / "two", layout, timeout=300.0)

@@ -1,4 +1,7 @@
-"""Training in bfloat16: float32 masters that are dealt over ranks, keep what bfloat16 would lose, travel bitwise."""
+"""Training in bfloat16: float32 masters that are dealt over ranks, keep what bfloat16 would lose, travel bitwise.
+
+And layers that are computed again with --gradient-checkpointing, which changes nothing else.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,18 @@ import torch
 from torch import Tensor
 
 from tests.megatron import cases
-from tests.megatron.training import SMALL, backend_of, flags_of, masters, state, steps, train, weights, whole_gradient
+from tests.megatron.training import (
+    SMALL,
+    backend_of,
+    flags_of,
+    masters,
+    pack,
+    state,
+    steps,
+    train,
+    weights,
+    whole_gradient,
+)
 from tests.testing import spawn
 
 
@@ -75,3 +89,25 @@ def test_gradients_are_those_of_float32_but_for_rounding(model: Path) -> None:
     assert torch.cosine_similarity(rounded, exact, dim=0) > 0.99
     assert half == pytest.approx(single, rel=3e-2)
     assert half != pytest.approx(single, rel=1e-5)
+
+
+def step(folder: Path, recompute: bool) -> tuple[int, int, float]:
+    """Passes of the first layer while scoring and while training one pack, and the norm of its gradient."""
+    backend = backend_of(folder, gradient_checkpointing=recompute)
+    passes: list[int] = []
+    backend._model.decoder.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    backend.compute_logprobs([pack(0)], "policy")
+    scored = len(passes)
+    (norm,) = steps(backend, 1)
+    return scored, len(passes) - scored, norm
+
+
+def both(folder: Path) -> list[tuple[int, int, float]]:
+    return [step(folder, recompute) for recompute in (False, True)]
+
+
+def test_layers_are_computed_again_in_the_backward_pass_and_only_there(tmp_path: Path) -> None:
+    ((kept, again),) = spawn(1, both, cases.save("qwen3", tmp_path / "model"))
+    assert kept[:2] == (1, 1)
+    assert again[:2] == (1, 2)
+    assert again[2] == pytest.approx(kept[2], rel=1e-6)

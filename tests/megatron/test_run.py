@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
-from tests.megatron import cases, runs
-from tests.megatron.runs import assert_same
+from tests.megatron import cases
 
 MEGATRON = ["--backend", "megatron"]
 EXPERTS = [*MEGATRON, "--megatron-expert-parallel", "2"]
@@ -26,7 +25,18 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 2, bf16: bool = False) -> list[dict[str, float]]:
     """The metrics of the rollouts."""
     tiny = [flag for flag in TINY_RUN if flag != "--no-bf16" or not bf16]
-    return runs.metrics(["--hf-checkpoint", str(checkpoint), *tiny, *FLAGS, *flags], folder, num_ranks=num_ranks)
+    rows = command.train(checkpoint, folder, *tiny, *FLAGS, *flags, num_ranks=num_ranks, timeout=600.0)
+    return command.trained(rows)
+
+
+def assert_same(
+    found: list[dict[str, float]], wanted: list[dict[str, float]], *, rel: float = 1e-4, abs: float = 1e-6
+) -> None:
+    """Up to the rounding of float32, but for times."""
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        names = [name for name in theirs if not name.startswith(("perf/", "weight_sync/", "time"))]
+        assert {n: ours[n] for n in names} == pytest.approx({n: theirs[n] for n in names}, rel=rel, abs=abs)
 
 
 class Runs(NamedTuple):
@@ -108,3 +118,30 @@ def test_in_bfloat16_a_run_begins_as_on_fsdp_and_goes_on_bitwise(moe, tmp_path) 
     whole = Runs(tmp_path, fsdp, megatron)
     rows = run(moe, whole.taken_back(tmp_path / "again"), *EXPERTS, bf16=True)
     assert_same(rows[-2:], megatron[-2:], rel=0, abs=0)
+
+
+SPLITS = {
+    "experts": ("--megatron-expert-parallel", "2"),
+    "tensor": (
+        *("--megatron-tensor-parallel", "2"),
+        "--gradient-checkpointing",  # the gather runs again in the backward pass
+    ),
+    "stages": ("--megatron-pipeline-parallel", "2"),
+}
+CLOSER = ("optim/grad_norm", "policy/entropy", "policy/ratio_mean", "reward/mean", "progress/tokens")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("split", SPLITS)
+def test_metrics_of_wrapped_mixers_are_those_of_fsdp(split: str, tmp_path: Path):
+    """Of two updates on two processes, the later after the weights came back from the engine's samples."""
+    checkpoint, found = cases.save("qwen3_next", tmp_path / "model"), {}
+    for name, flags in {"fsdp": [], "megatron": [*MEGATRON, *SPLITS[split]]}.items():
+        rows = command.train(checkpoint, tmp_path / name, *TINY_RUN, "console", *flags, num_ranks=2, timeout=600.0)
+        found[name] = command.trained(rows)
+        said = (tmp_path / name / "err").read_text()
+        assert ("4 HFMixer" in said or "2 HFMixer" in said) == bool(flags)
+    assert len(found["megatron"]) == 2
+    assert_same(found["megatron"], found["fsdp"])
+    for ours, theirs in zip(found["megatron"], found["fsdp"], strict=True):
+        assert {name: ours[name] for name in CLOSER} == pytest.approx({name: theirs[name] for name in CLOSER}, rel=1e-5)

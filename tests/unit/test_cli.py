@@ -28,6 +28,7 @@ from tests.testing import save_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--hf-checkpoint", "Qwen/Qwen3-4B"]
+LOCAL = ["--hf-checkpoint", str(configs.CONFIGS / "qwen3-4b")]
 MEGATRON = ["--backend", "megatron", "--megatron-tensor-parallel"]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
@@ -254,9 +255,7 @@ def test_recipes_are_listed_and_shown(fsdptrain):
     ("argv", "line"),
     [
         ([], "--hf-checkpoint is missing: the model to train, e.g. --hf-checkpoint Qwen/Qwen3-4B or a local folder"),
-        (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         ([*MODEL, "--global-batch-size", "100"], "--global-batch-size 100 must divide --rollout-batch-size 32 x "),
-        (["--recipe", "none.yaml"], "--recipe none.yaml cannot be read: No such file or directory"),
         (["export"], "--checkpoint is missing, e.g. fsdptrain export runs/Qwen3-4B-grpo, or one of its checkpoints"),
         (["export", "--chekpoint", "x"], "unknown flag --chekpoint; did you mean '--checkpoint'?"),
         (["--hf-checkpoint", "runs/x"], "--hf-checkpoint runs/x: there is no such local folder, and a name on the Hub"),

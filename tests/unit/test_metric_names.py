@@ -24,10 +24,7 @@ JOINED = {
         f"eval/<>/{name}" for name in ("accuracy", "reward_mean", "length_mean", "truncated", "unscored", "pass@<>")
     },
 }
-NO_METRICS = {
-    "mismatch/_w_mean": "replaced by mismatch/ess",
-    "mismatch/_w2_mean": "replaced by mismatch/ess",
-}
+NO_METRICS = {"mismatch/_w_mean": "replaced by mismatch/ess", "mismatch/_w2_mean": "replaced by mismatch/ess"}
 
 
 def test_every_metric_has_a_row_and_every_row_is_a_metric() -> None:

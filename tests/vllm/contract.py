@@ -55,19 +55,25 @@ def agreement(
     `mode`: in which both compute.
     """
     backend, engine = build(options)
-    found = []
     try:
-        for version in range(steps):
-            perturb(backend, version)
-            engine.wake_up()
-            engine.update_weights(backend.hf_weights(engine.weight_naming), version)
-            with mode():
-                completions = engine.generate(PROMPTS, SAMPLING)
-                engine.sleep()
-                found.append(difference(backend, PROMPTS, completions))
-            assert [c.policy_version for c in completions] == [version] * 6
+        return agreements(backend, engine, steps, mode)
     finally:
         engine.close()
+
+
+def agreements(
+    backend: FSDPBackend, engine: Any, steps: int, mode: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> list[float]:
+    found = []
+    for version in range(steps):
+        perturb(backend, version)
+        engine.wake_up()
+        engine.update_weights(backend.hf_weights(engine.weight_naming), version)
+        with mode():
+            completions = engine.generate(PROMPTS, SAMPLING)
+            engine.sleep()
+            found.append(difference(backend, PROMPTS, completions))
+        assert [c.policy_version for c in completions] == [version] * 6
     return found
 
 

@@ -31,9 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     },
     **{f"merged {name}": ("untied", {"bf16": bf16, **LORA}) for name, bf16 in (("fp32", False), ("bf16", True))},
 }
-
-
-FEW = ["tied fp32", "merged fp32"]
+FEW = ["merged fp32"]
 
 
 def pushed(folder: Path, cases: list[str]) -> dict[str, tuple[Answers, Answers]]:

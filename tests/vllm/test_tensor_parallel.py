@@ -11,7 +11,7 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.types import Completion
 from tests import zoo
 from tests.matrix import only
-from tests.testing import spawn, tiny_tokenizer
+from tests.testing import save_hub, spawn
 from tests.vllm import contract, models
 from tests.vllm.faults import FaultyTransfer, sync
 
@@ -80,8 +80,7 @@ def test_faults_in_its_parts_are_named(tmp_path, name):
 @pytest.mark.matrix
 def test_parts_of_parameters_outside_of_vllms_split_layers_are_read_and_named(tmp_path):
     sizes = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 1024}
-    zoo.build("qwen3_next", 0, **sizes).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_hub(zoo.build("qwen3_next", 0, **sizes), tmp_path)
     # on CPUs vLLM has a prefix cache only with chunked prefill, and its kernel only in bf16
     options = contract.colocated(tmp_path, bf16=True, rollout_engine_args={**TWO_RANKS, "enable_prefix_caching": False})
     part = "model.layers.0.linear_attn.dt_bias"

@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptrain.features.distillation.divergence import (
-    Head,
-    TopTokens,
-    chunked_divergence,
-    top_tokens,
-    with_rest,
-)
+from fsdptrain.features.distillation.divergence import Head, TopTokens, chunked_divergence, top_tokens, with_rest
 from fsdptrain.model.logit_passes import HeadTransform
 
 M, V, D, TEACHER_D = 11, 23, 6, 9

@@ -24,17 +24,12 @@ from tests.distributed.lora_cases import objective
 from tests.distributed.sharded import full_state
 from tests.distributed.test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples
 from tests.tensors import load_files, same
-from tests.testing import save_tiny_checkpoint, spawn
+from tests.testing import spawn
 
 Gradients = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("qwen3")))
-
-
-def backend_of(checkpoint: str, **values: Any) -> FSDPBackend:
+def backend_of(checkpoint: Path, **values: Any) -> FSDPBackend:
     return FSDPBackend(config(checkpoint, rollout_temperature=1.0, **{"fp8": True, **values}), total_steps=10)
 
 
@@ -42,14 +37,14 @@ def converted(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
 
 
-def gradients_of_one_sample(checkpoint: str) -> tuple[Gradients, list[str]]:
+def gradients_of_one_sample(checkpoint: Path) -> tuple[Gradients, list[str]]:
     backend = backend_of(checkpoint)
     found = keep_gradients(backend._optimizer)
     backend.train_step(packs_of_this_rank(samples(1), 128), objective, LossConfig())
     return found, converted(backend.model)
 
 
-def plain_gradients(checkpoint: str, recipe: str | None = "rowwise") -> tuple[Gradients, list[str]]:
+def plain_gradients(checkpoint: Path, recipe: str | None = "rowwise") -> tuple[Gradients, list[str]]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     if recipe is not None:
         options = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
@@ -62,7 +57,7 @@ def plain_gradients(checkpoint: str, recipe: str | None = "rowwise") -> tuple[Gr
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, converted(model)
 
 
-def test_gradients_are_those_of_torchao(checkpoint: str) -> None:
+def test_gradients_are_those_of_torchao(checkpoint: Path) -> None:
     [(found, layers)] = spawn(1, gradients_of_one_sample, checkpoint)
     torchao, of_torchao = plain_gradients(checkpoint)
     stock, _ = plain_gradients(checkpoint, None)
@@ -76,7 +71,7 @@ def test_gradients_are_those_of_torchao(checkpoint: str) -> None:
         assert (found[name] - torchao[name]).norm() < 0.3 * of_fp8, name  # another sum may cross a rounding
 
 
-def run(checkpoint: str, folder: str) -> tuple[bool, bool]:
+def run(checkpoint: Path, folder: str) -> tuple[bool, bool]:
     """Whether a resumed run and the export equal the run."""
     values = {"gradient_checkpointing": True}
     one, checkpoints = backend_of(checkpoint, **values), CheckpointFolder(Path(folder) / "c", keep_last=1)
@@ -100,7 +95,7 @@ def run(checkpoint: str, folder: str) -> tuple[bool, bool]:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.slow
-def test_a_run_resumes_bitwise_and_exports_stock_weights(checkpoint: str, tmp_path: Path) -> None:
+def test_a_run_resumes_bitwise_and_exports_stock_weights(checkpoint: Path, tmp_path: Path) -> None:
     for resumed, exported in spawn(2, run, checkpoint, str(tmp_path)):
         assert resumed
         assert exported

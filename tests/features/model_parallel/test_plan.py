@@ -11,6 +11,7 @@ from tests.families import tiny_meta
 CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tensor and expert ranks
     "fewer experts than ranks, beside tensor ranks": ("deepseek_v3", {}, 2, 16, "16 must divide the 8 experts"),
     "experts that do not divide": ("qwen3_moe", {}, 1, 4, "--expert-parallel-size 4 must divide the 6 experts"),
+    "packed experts": ("qwen3_moe", {}, 2, 1, "shard the experts with --expert-parallel-size"),
     "no experts": ("qwen3", {}, 1, 2, "no plan that splits experts of Qwen3ForCausalLM"),
     "heads": ("qwen3", {}, 4, 1, "--tensor-parallel-size 4 must divide the 2 key-value heads"),
     "heads of one layer": (

@@ -87,11 +87,7 @@ def _storage(tensor: Tensor) -> int:
     return local_shard(tensor).untyped_storage().nbytes()
 
 
-WAYS = {
-    "1 rank": (1, {}),
-    "2 ranks": (2, {}),
-    "4 ranks, HSDP": (4, {"fsdp_replicate_size": 2}),
-}
+WAYS = {"1 rank": (1, {}), "2 ranks": (2, {}), "4 ranks, HSDP": (4, {"fsdp_replicate_size": 2})}
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of torch 2.11 rejects parameters of whole numbers")

@@ -1,28 +1,23 @@
-"""The loss of DAPO equals that of TRL's GRPOTrainer in value and gradient on a real model.
+"""A smoke test: each loss that TRL's GRPOTrainer has too has its value and gradient, on a small model.
 
-Other losses: their formulas in float64, tests/properties/test_loss_formulas.py.
-
-TRL gets completions and computes old and reference logprobs, advantages, importance ratios, micro-batches and the loss
-with its own code. The weights change between logprobs and loss, so no ratio is 1.
+The formulas in float64: tests/properties/test_loss_formulas.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen3ForCausalLM
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.algo.weights import count_totals, num_loss_tokens
+from fsdptrain.algo.weights import count_totals
 from fsdptrain.data.packing.pack import pack
-from fsdptrain.model.attention.attention import SEGMENTS, register_attention
-from fsdptrain.model.policy import install_policy_forward, policy_logprobs
-from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
-from tests.testing import no_checkpointing, save_tiny_checkpoint, tiny_tokenizer
+from fsdptrain.types import LogProbs, LossConfig, Sample
+from tests.testing import no_checkpointing, tiny_tokenizer
 
 trl = pytest.importorskip("trl", reason="trl comes with the dev extra")
 pytestmark = [
@@ -30,142 +25,63 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning"),  # in trl
 ]
 
-GROUPS, GROUP_SIZE, LONGEST = 2, 4, 16
-TEMPERATURE = 0.9
-MOVES = {"old": 1, "now": 3}  # seeds of what is added to the checkpoint's weights
-Gradients = dict[str, Tensor]
+LENGTHS, LONGEST = (2, 9, 5, 16), 16  # of responses; each prompt is one token
+CLIP, SEQUENCES = {"eps_clip": 0.1, "eps_clip_high": 0.1}, {"importance_sampling_level": "sequence"}
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {  # our loss, weights and options; TRL's options
+    "dapo": ("grpo", "token_mean", CLIP, {"epsilon": 0.1}),
+    "grpo": ("grpo", "sequence_mean", CLIP, {"epsilon": 0.1}),
+    "dr_grpo": ("grpo", "fixed_length", CLIP, {"epsilon": 0.1}),
+    "gspo": ("gspo", "sequence_mean", CLIP, {"loss_type": "grpo", "epsilon": 0.1, **SEQUENCES}),
+    "cispo": ("cispo", "token_mean", {"is_cap_high": 1.1}, {"epsilon_high": 1.1}),
+    "sapo": ("sapo", "sequence_mean", {}, {}),
+}
 
 
-CLIP = {"eps_clip": 0.1, "eps_clip_high": 0.1}
-MICRO_BATCHES = 2
-
-
-@pytest.fixture(autouse=True)
-def _silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # it would say that rollout_func may change
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("trl"))
-
-
-@torch.no_grad()
-def move(model: nn.Module, to: str) -> None:
-    """From the checkpoint's weights to others nearby, the same for both sides."""
-    generator = torch.Generator().manual_seed(MOVES[to])
-    for _, parameter in sorted(model.named_parameters()):
-        parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
-
-
-def our_model(checkpoint: Path, moved: str) -> PreTrainedModel:
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
-    register_attention()
-    model.set_attn_implementation(SEGMENTS)
-    install_policy_forward(model, chunk_size=16)
-    move(model, moved)
-    return model.eval()
-
-
-def logprobs_of(model: PreTrainedModel, batch: PackedBatch) -> LogProbs:
-    return policy_logprobs(model, batch, layout="packed", temperature=TEMPERATURE, with_entropy=True)
-
-
-def make_samples() -> list[Sample]:
-    """Two groups of four, of unequal lengths."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for number in range(GROUPS * GROUP_SIZE):
-        prompt = [20 + number // GROUP_SIZE] * (3 + number // GROUP_SIZE)
-        length = int(torch.randint(2, LONGEST, (), generator=generator))
-        tokens = prompt + torch.randint(30, 264, (length,), generator=generator).tolist()
-        mask = [False] * len(prompt) + [True] * length
-        reward = float(torch.randint(0, 5, (), generator=generator)) / 4
-        made.append(Sample(str(number // GROUP_SIZE), tokens, mask, [0.0] * len(mask), reward=reward))
-    return made
-
-
-def packed(samples: list[Sample]) -> PackedBatch:
-    totals = count_totals([num_loss_tokens(sample) for sample in samples])
-    return pack(samples, aggregation="token_mean", totals=totals, max_response_len=LONGEST)
-
-
-def ours(samples: list[Sample], checkpoint: Path) -> tuple[float, Gradients]:
-    batch = packed(samples)
-    with torch.no_grad():
-        batch = replace(batch, old_logprobs=logprobs_of(our_model(checkpoint, "old"), batch).values)
-    model = our_model(checkpoint, "now")
-    output = LOSSES["grpo"](batch, logprobs_of(model, batch), LossConfig(**CLIP))
-    output.loss.backward()
-    return output.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@dataclass(frozen=True)
-class Result:
-    value: float
-    gradients: Gradients
-    advantages: list[float]
-
-
-def theirs(samples: list[Sample], checkpoint: Path, folder: Path) -> Result:
-    """TRL's loss and gradients, computed as in its training loop, and its advantages."""
-    trainer = make_trainer(samples, checkpoint, folder)
-    move(trainer.model, "old")
-    trainer.model.train()  # TRL looks at it; the model has no dropout
-    value = 0.0
-    for trainer._step in range(MICRO_BATCHES):  # the first call scores, shuffles and splits
-        inputs = trainer._prepare_inputs([{"prompt": "", "number": number} for number in range(len(samples))])
-        trainer.model.load_state_dict(our_model(checkpoint, "now").state_dict())
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        value += loss.item()
-    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return Result(value, gradients, list(trainer._logs["advantages"]))
-
-
-def make_trainer(samples: list[Sample], checkpoint: Path, folder: Path) -> Any:
-    def split(sample: Sample) -> int:
-        return sample.loss_mask.index(True)
-
-    def rollout(prompts: list[str], _trainer: Any) -> dict[str, Any]:
-        assert len(prompts) == len(samples)
-        return {
-            "prompt_ids": [s.token_ids[: split(s)] for s in samples],
-            "completion_ids": [s.token_ids[split(s) :] for s in samples],
-            "logprobs": None,
-        }
-
-    options = {
-        "loss_type": "dapo",
-        "num_iterations": 2,
-        "epsilon": CLIP["eps_clip"],
-        "temperature": TEMPERATURE,
-        "max_completion_length": LONGEST,
-        "num_generations": GROUP_SIZE,
-        "per_device_train_batch_size": len(samples) // MICRO_BATCHES,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-    }
+def trainer_of(checkpoint: Path, folder: Path, **options: Any) -> Any:
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none", **no_checkpointing()}
+    sizes = {"max_completion_length": LONGEST, "num_generations": 4, "per_device_train_batch_size": 4}
     trainer = trl.GRPOTrainer(
         model=Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64),
-        reward_funcs=lambda number, **_: [samples[i].reward for i in number],
-        args=trl.GRPOConfig(output_dir=str(folder), **options, **quiet),
-        train_dataset=Dataset.from_dict({"prompt": [""] * len(samples)}),
+        reward_funcs=lambda **_: [],
+        args=trl.GRPOConfig(output_dir=str(folder), **quiet, **sizes, **options),
+        train_dataset=Dataset.from_dict({"prompt": [""] * 4}),
         processing_class=tiny_tokenizer(),
-        rollout_func=rollout,
     )
-    trainer._last_loaded_step = trainer.state.global_step
-    trainer.current_gradient_accumulation_steps = MICRO_BATCHES  # transformers' loop sets it
+    trainer.current_gradient_accumulation_steps = 1  # transformers' loop sets it
     return trainer
 
 
-def test_value_and_gradient_of_dapo_are_those_of_trl(checkpoint: Path, tmp_path: Path) -> None:
-    """With TRL's advantages, which are float32. Compares gradients of each parameter in the 2-norm."""
-    samples = make_samples()
-    wanted = theirs(samples, checkpoint, tmp_path)
-    same = [replace(sample, advantage=a) for sample, a in zip(samples, wanted.advantages, strict=True)]
-    value, gradients = ours(same, checkpoint)
-    assert value == pytest.approx(wanted.value, rel=1e-6, abs=1e-6)
-    assert gradients.keys() == wanted.gradients.keys()
-    for parameter, gradient in wanted.gradients.items():
-        assert (gradients[parameter] - gradient).norm() < 3e-6 * gradient.norm()
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradient_are_those_of_trl(case: str, checkpoint: Path, tmp_path: Path) -> None:
+    name, aggregation, values, options = CASES[case]
+    trainer = trainer_of(checkpoint, tmp_path, **{"loss_type": case, **options})
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(5, 264, (1 + length,), generator=generator) for length in LENGTHS]
+    advantages = [1.5, -0.5, 0.25, -1.25]
+    found = [trainer.model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0] for ids in rows]
+    old = [x.detach() + 0.2 * torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in found]
+
+    theirs = trainer._compute_loss(
+        trainer.model,
+        {
+            "prompt_ids": torch.stack([ids[:1] for ids in rows]),
+            "prompt_mask": torch.ones(4, 1, dtype=torch.long),
+            "completion_ids": pad_sequence([ids[1:] for ids in rows], batch_first=True),
+            "completion_mask": pad_sequence([torch.ones(n, dtype=torch.long) for n in LENGTHS], batch_first=True),
+            "old_per_token_logps": pad_sequence(old, batch_first=True),
+            "advantages": torch.tensor(advantages),
+            "num_items_in_batch": torch.tensor(sum(LENGTHS)),
+        },
+    )
+    samples = [
+        Sample("g", ids.tolist(), [False] + [True] * n, [0.0] * (n + 1), advantage=advantage)
+        for ids, n, advantage in zip(rows, LENGTHS, advantages, strict=True)
+    ]
+    batch = pack(samples, aggregation=aggregation, totals=count_totals(LENGTHS), max_response_len=LONGEST)
+    packed, old_packed = (torch.cat([torch.cat([x, x.new_zeros(1)]) for x in each]) for each in (found, old))
+    config = LossConfig(**values)
+    ours = LOSSES[name](replace(batch, old_logprobs=old_packed), LogProbs(packed), config).loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-6)
+    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    for mine, wanted in zip(*(torch.autograd.grad(loss, parameters) for loss in (ours, theirs)), strict=True):
+        assert (mine - wanted).norm() < 3e-6 * wanted.norm()

@@ -1,10 +1,14 @@
-"""Metrics and denominators of corrections. Their weights: tests/properties/test_loss_formulas.py."""
+"""Metrics and denominators of corrections, and estimators of the KL divergence.
+
+Their weights: tests/properties/test_loss_formulas.py.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import count_totals
 from fsdptrain.data.packing.pack import pack
@@ -66,3 +70,26 @@ def test_opsm_fraction_is_the_share_of_dropped_tokens() -> None:
     for delta, share in ((0.05, 1 / 4), (0.15, 0.0)):
         metrics = LOSSES["gspo"](batch, logprobs, LossConfig(use_opsm=True, opsm_delta=delta)).metrics
         assert metrics["policy/opsm_fraction"].item() == pytest.approx(share)
+
+
+def test_k1_and_k3_have_the_kl_as_their_expectation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = torch.randn(2, 50, generator=generator, dtype=torch.float64).log_softmax(-1)
+    true = (policy.exp() * (policy - reference)).sum()
+    for name in ("k1", "k3"):
+        torch.testing.assert_close((policy.exp() * KL_ESTIMATORS[name](policy - reference)).sum(), true)
+
+
+def test_low_var_kl_has_no_gradient_beyond_its_bounds() -> None:
+    """Not NaN either, where exp overflows."""
+    log_ratio = torch.tensor([-1e4, -200.0, 200.0, 1e4], dtype=torch.float64, requires_grad=True)
+    KL_ESTIMATORS["low_var_kl"](log_ratio).sum().backward()
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.eq(0).all()
+
+
+def test_k3_keeps_its_digits_near_zero() -> None:
+    """exp(x) - 1 - x cancels in float32 where x is small; expm1 does not."""
+    log_ratio = torch.tensor([1e-3, -1e-3])
+    expected = torch.expm1(-log_ratio.double()) + log_ratio.double()
+    torch.testing.assert_close(KL_ESTIMATORS["k3"](log_ratio).double(), expected, rtol=5e-4, atol=0)

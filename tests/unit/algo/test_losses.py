@@ -1,4 +1,7 @@
-"""Metrics of losses, and losses of empty packs. Values and gradients: tests/properties/test_loss_formulas.py."""
+"""Metrics of losses, losses of empty packs, and weights of tokens.
+
+Values and gradients: tests/properties/test_loss_formulas.py.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +13,7 @@ from torch import Tensor
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
-from fsdptrain.algo.weights import count_totals, num_loss_tokens
+from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens, token_weight
 from fsdptrain.config.presets import LOSS_OPTIONS
 from fsdptrain.data.packing.pack import empty_pack, pack
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
@@ -111,3 +114,20 @@ def test_sft_has_no_mismatch_metrics() -> None:
     batch, logprobs = make_batch()
     output = LOSSES["sft"](replace(batch, ref_logprobs=None), LogProbs(logprobs.values), LossConfig())
     assert not any(name.startswith("mismatch/") for name in output.metrics)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weight"),
+    [("token_mean", 1 / 30), ("sequence_mean", 1 / (4 * 5)), ("fixed_length", 1 / (4 * 100)), ("sequence_sum", 1 / 4)],
+)
+def test_weights_of_aggregations(aggregation: str, weight: float) -> None:
+    totals = Totals(num_tokens=30, num_sequences=4)
+    assert token_weight(aggregation, loss_tokens=5, totals=totals, max_response_len=100) == weight
+
+
+def test_totals_count_sequences_that_have_a_loss() -> None:
+    assert count_totals([5, 0, 7]) == Totals(num_tokens=12, num_sequences=2)
+
+
+def test_the_first_token_is_never_a_loss_token() -> None:
+    assert num_loss_tokens(Sample("g", [1, 2, 3], [True, True, False], [0.0] * 3)) == 1

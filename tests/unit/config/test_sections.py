@@ -1,17 +1,24 @@
 """Sections of optional folders and of installed packages, and what the options of all sections add up to."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import fsdptrain
 from fsdptrain.config import Config, resolve
 from fsdptrain.config.keys import CORE_SECTIONS, all_keys, all_sections
+from fsdptrain.config.rules import Condition, RankGroup
 from fsdptrain.errors import ConfigError
+from fsdptrain.feature import Feature
+from fsdptrain.features import FEATURES
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
+from tests.packages import install
 
+POINTS = ["sections.acme = acme:AcmeConfig"]
 ACME = """
 from typing import Annotated
 from fsdptrain.config import Section
@@ -36,17 +43,8 @@ def fresh() -> Iterator[None]:
     sys.modules.pop("acme", None)
 
 
-def install(folder: Path, *, name: str, option: str) -> None:
-    (folder / "acme-1.0.dist-info").mkdir()
-    (folder / "acme-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (folder / "acme-1.0.dist-info" / "entry_points.txt").write_text(
-        "[fsdptrain.plugins]\nsections.acme = acme:AcmeConfig\n"
-    )
-    (folder / "acme.py").write_text(ACME.format(name=name, option=option))
-
-
 def test_an_installed_package_adds_an_option_with_a_rule(fresh, tmp_path, monkeypatch):
-    install(tmp_path, name="acme", option="anvils")
+    install(tmp_path, "acme", "fsdptrain.plugins", POINTS, {"acme": ACME.format(name="acme", option="anvils")})
     monkeypatch.syspath_prepend(tmp_path)
     resolved = resolve(["--hf-checkpoint", "x", "--anvils", "3"])
     assert (resolved.config.value("anvils"), resolved.sources["anvils"]) == (3, "flag")
@@ -62,7 +60,7 @@ def test_an_installed_package_adds_an_option_with_a_rule(fresh, tmp_path, monkey
     ],
 )
 def test_an_installed_package_cannot_replace_options(fresh, tmp_path, monkeypatch, name, option, message):
-    install(tmp_path, name=name, option=option)
+    install(tmp_path, "acme", "fsdptrain.plugins", POINTS, {"acme": ACME.format(name=name, option=option)})
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
         Config(hf_checkpoint="x")
@@ -89,3 +87,24 @@ def test_a_copy_with_other_values_changes_nothing_else():
     changed = config.with_values(lr=1.0, tensor_parallel_size=2)
     assert (changed.optim.lr, changed.section(ModelParallelConfig).tensor_parallel_size) == (1.0, 2)
     assert changed.with_values(lr=config.optim.lr, tensor_parallel_size=1) == config
+
+
+PACKAGE = Path(fsdptrain.__file__).parent
+OF_CONFIG = ("root.py", "algorithm.py")  # whose properties combine options
+
+
+def test_every_option_is_read() -> None:
+    readers = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "config" or path.name in OF_CONFIG]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in readers)
+    read = set(re.findall(r"(?<!torch)\.([a-z_0-9]+)\b(?!\()", code))
+    read |= {Condition.parse(text).key for entry in FEATURES for text in entry.conditions}
+    unread = {flat for flat, key in all_keys().items() if key.name not in read and flat not in read}
+    assert not {flat for flat in unread if not all_keys()[flat].marks(RankGroup)}  # `Config.rank_groups` reads these
+
+
+MOST_MEMBERS = 19
+
+
+def test_a_feature_has_few_hooks() -> None:
+    members = [name for name in vars(Feature) if not name.startswith("_")]
+    assert len(members) <= MOST_MEMBERS, f"merge or remove hooks before adding one: {members}"

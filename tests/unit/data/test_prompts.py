@@ -63,8 +63,7 @@ def test_special_tokens_of_the_template_are_single_tokens(tokenizer: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("template", "text"),
-    [(None, "a"), (None, "<|user|>a"), ("{{ bos_token }}{{ messages[0]['content'] }}", "a")],
+    ("template", "text"), [(None, "a"), (None, "<|user|>a"), ("{{ bos_token }}{{ messages[0]['content'] }}", "a")]
 )
 def test_a_prompt_has_one_bos_from_the_tokenizer_the_template_or_the_text(template: str | None, text: str) -> None:
     tokenizer = with_template(template, bos_token="<|user|>")

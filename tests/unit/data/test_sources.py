@@ -13,6 +13,7 @@ from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
+from tests.testing import write_rows
 
 ROWS = [{"prompt": f"question {i}", "label": str(i), "extra": {"level": i}} for i in range(7)]
 
@@ -32,7 +33,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "rows"
     if request.param == "jsonl":
         path = path.with_suffix(".jsonl")
-        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        write_rows(path, ROWS)
     elif request.param == "parquet":
         path = path.with_suffix(".parquet")
         table.to_parquet(path)
@@ -49,7 +50,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     elif request.param == "folder of files":
         path.mkdir()
         for number, part in enumerate((ROWS[:4], ROWS[4:])):
-            (path / f"train-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+            write_rows(path / f"train-{number}.jsonl", part)
         (path / "test.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     elif request.param == "folder":
         table.save_to_disk(path)

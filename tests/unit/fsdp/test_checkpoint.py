@@ -1,7 +1,7 @@
 """A checkpoint that cannot be written or read is a CheckpointError, whatever failed. One rank."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,27 +60,22 @@ def test_an_error_of_the_disk_at_any_stage_names_the_option(
     assert newest_checkpoint(tmp_path) is None
 
 
-def newer_format(folder: Path) -> None:
-    change_state(folder, format=99)
-
-
-def other_adapter(folder: Path) -> None:
-    change_state(folder, model=OURS | {"adapter": "an adapter of rank 8"})
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("changes", "words"),
     [
-        (newer_format, "has format 99, not 5"),
-        (other_adapter, r"is of another model \(Tiny, 3 parameters, tensors abc, an adapter of rank 8\)"),
+        ({"format": 99}, "has format 99, not 5"),
+        (
+            {"model": OURS | {"adapter": "an adapter of rank 8"}},
+            r"is of another model \(Tiny, 3 parameters, tensors abc, an adapter of rank 8\)",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_with_a_remedy(
-    change: Callable[[Path], None], words: str, tmp_path: Path
+    changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     folder = written(tmp_path)
     checkpoint.read_state(folder, OURS)
-    change(folder)
+    change_state(folder, **changes)
     with pytest.raises(CheckpointError, match=f"{words}.*--resume never"):
         checkpoint.read_state(folder, OURS)
 

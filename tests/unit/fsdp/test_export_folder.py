@@ -39,8 +39,7 @@ def test_what_was_added_to_an_export_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["file", "below a file", "foreign", "broken", "deep", "run", "source", "parent of source", ".", "/"],
+    "case", ["file", "below a file", "foreign", "broken", "deep", "run", "source", "parent of source", ".", "/"]
 )
 def test_nothing_else_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     target, sources = tmp_path / "target", [None, "a/hub-id"]

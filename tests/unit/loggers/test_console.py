@@ -20,21 +20,20 @@ STEP = {
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    return lambda **options: written(tmp_path, capsys, **options)
+    def run(*, resumed_step: int | None = None, total_steps: int = 4) -> str:
+        now = [0.0]
+        config = Config(hf_checkpoint="Qwen/Qwen3-4B", num_rollout=4)
+        info = RunInfo(tmp_path, "p", "run-a", total_steps, resumed_step, config)
+        logger = ConsoleLogger(info, clock=lambda: now[0])
+        now[0] = 140.0  # loading the model is no part of the pace of steps
+        for step in range((resumed_step or 0) + 1, 5):
+            now[0] += 20.0
+            logger.log({**STEP, "reward/mean": 0.25 * step, "loss/total": 0.1}, step)
+        logger.log({"eval/held_out/accuracy": 0.5}, 4)
+        logger.close()
+        return capsys.readouterr().out
 
-
-def written(tmp_path, capsys, *, resumed_step: int | None = None, total_steps: int = 4, pace: float = 20.0) -> str:
-    now = [0.0]
-    config = Config(hf_checkpoint="Qwen/Qwen3-4B", num_rollout=4)
-    info = RunInfo(tmp_path, "p", "run-a", total_steps, resumed_step, config)
-    logger = ConsoleLogger(info, clock=lambda: now[0])
-    now[0] = 7 * pace  # loading the model is no part of the pace of steps
-    for step in range((resumed_step or 0) + 1, 5):
-        now[0] += pace
-        logger.log({**STEP, "reward/mean": 0.25 * step, "loss/total": 0.1}, step)
-    logger.log({"eval/held_out/accuracy": 0.5}, 4)
-    logger.close()
-    return capsys.readouterr().out
+    return run
 
 
 def test_plain_output_has_one_line_per_step(run):

@@ -1,10 +1,12 @@
-"""The memory estimate against counts by hand, and what a run says of it."""
+"""The memory estimate against counts by hand, and the FLOPs of perf/mfu against what torch counts."""
 
 import logging
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
 from fsdptrain import platform
 from fsdptrain.config import Config
@@ -12,6 +14,7 @@ from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory import report
 from fsdptrain.memory.advice import flags_that_help
 from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, estimate, size_of
+from fsdptrain.memory.flops import ModelFlops, model_flops
 from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.structure import count_parameters
 from tests import configs, zoo
@@ -59,10 +62,7 @@ def test_pinned_buffers_are_powers_of_two_and_those_of_a_cpu_are_not():
 
 @pytest.mark.parametrize(
     ("options", "parts"),
-    [
-        ({**KL}, {"the reference": 4}),
-        ({**SFT, "async_save": True}, {"the checkpoint in writing": 12}),
-    ],
+    [({**KL}, {"the reference": 4}), ({**SFT, "async_save": True}, {"the checkpoint in writing": 12})],
 )
 def test_copies_on_the_host(options: dict[str, Any], parts: dict[str, int]):
     found = need(Machine(8, has_accelerator=False), **options).on_host
@@ -95,11 +95,7 @@ def test_an_adapter_has_moments_of_its_own_and_frozen_weights_have_the_compute_d
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_each_step_of_recomputing_keeps_less(name: str):
     model = zoo.build(name)
-    options: list[dict[str, Any]] = [
-        {},
-        {**FULL},
-        {**FULL, "offload_activations": True},
-    ]
+    options: list[dict[str, Any]] = [{}, {**FULL}, {**FULL, "offload_activations": True}]
     found = [estimate(model, config(**SFT, **x), Machine(1)).training["activations"] for x in options]
     assert found == sorted(found, reverse=True)
     half = config(**SFT, max_tokens_per_gpu=4096)
@@ -148,3 +144,34 @@ def test_a_run_that_fits_logs_one_line(caplog: pytest.LogCaptureFixture):
         MemoryReport(config(**SFT, max_tokens_per_gpu=64)).before_load(model)
     assert len(caplog.messages) == 1
     assert size_of(estimate(model, config(**SFT), Machine(1)).training) > 0
+
+
+LENGTH = 64
+ERNIE = Ernie4_5_MoeConfig(  # names its experts otherwise than most: moe_k of moe_num_experts
+    vocab_size=zoo.VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, moe_intermediate_size=64, moe_num_experts=8, moe_k=2, moe_num_shared_experts=1,
+    moe_layer_start_index=0, moe_layer_interval=1, pad_token_id=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gpt2", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_moe"]
+)
+def test_flops_of_a_forward_pass_are_those_that_torch_counts(name: str) -> None:
+    chosen = ERNIE if name == "ernie4_5_moe" else zoo.config(name)
+    chosen._experts_implementation = "eager"  # one product for each expert, all of them counted
+    model = AutoModelForCausalLM.from_config(chosen, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(5, 5 + LENGTH)[None], use_cache=False)
+    counted = model_flops(model).forward([LENGTH], LENGTH, causal=False)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_shared_prompt_counts_once_and_its_keys_for_each_response(frozen: bool) -> None:
+    flops = ModelFlops(body_weights=7.0, head_weights=11, attention_width=3, frozen=frozen)
+    whole = flops.training([10, 12], 5, causal=True)
+    shared = flops.training([10, 12], 5, causal=True, prefixes=[0, 4])
+    assert whole - shared == pytest.approx(flops.training([4], 0, causal=True))
+    pairs = flops.forward([12], 0, causal=False, prefixes=[4]) - 2 * 7.0 * 8
+    assert pairs == pytest.approx(4 * 3 * 8 * 12)

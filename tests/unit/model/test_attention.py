@@ -12,13 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention import attention, blocks
-from fsdptrain.model.attention.attention import (
-    SEGMENTS,
-    VARLEN,
-    Boundaries,
-    attend,
-    resolve_attention,
-)
+from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
 from tests.varlen import dense, varlen_attn
 
 MODULE = nn.Identity()

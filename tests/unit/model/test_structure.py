@@ -1,11 +1,14 @@
-"""Layers, head and counts of every family, on the meta device or not."""
+"""Layers and their kinds, head and counts of every family, on the meta device or not."""
 
 import pytest
 from torch import nn
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.structure import count_parameters, decoder_layers, lm_head
-from tests import zoo
+from fsdptrain.model.layer_kinds import layer_kinds
+from fsdptrain.model.module_kind import module_kind
+from fsdptrain.model.probes.random_copy import random_copy
+from fsdptrain.model.structure import count_parameters, decoder_layers, lm_head, repeated_layers
+from tests import configs, zoo
 from tests.matrix import only
 
 
@@ -37,3 +40,33 @@ def test_a_model_without_layers_or_head_is_refused():
         decoder_layers(model)
     with pytest.raises(CheckpointError, match="no output embedding"):
         lm_head(zoo.build("llama").model)
+
+
+@pytest.mark.parametrize("name", zoo.MOE)
+def test_experts_are_named(name: str):
+    assert "experts" in {module_kind(module) for module in zoo.meta(name).modules()}
+
+
+def test_a_hybrid_has_a_recurrent_mixer():
+    kinds = {type(m).__name__: module_kind(m) for m in zoo.meta("qwen3_next").modules()}
+    assert kinds["Qwen3NextGatedDeltaNet"] == "recurrent mixer"
+    assert kinds["Qwen3NextAttention"] == "other"
+
+
+def test_a_vision_tower_and_the_text_are_lists_of_their_own():
+    spans = {(type(kind.layer).__name__, kind.span) for kind in layer_kinds(configs.meta_model("gemma-3-12b"))}
+    assert spans == {
+        ("SiglipEncoderLayer", "0-26"),
+        ("Gemma3DecoderLayer", "0-4, 6-10 ..."),
+        ("Gemma3DecoderLayer", "5, 11 ..."),
+    }
+
+
+def test_a_random_copy_keeps_one_layer_of_each_kind_of_each_list():
+    model = configs.meta_model("gemma-3-12b")
+    model.config.get_text_config().hidden_size = 64
+    copy = random_copy(model.config)
+    assert [type(layer).__name__ for layer in repeated_layers(copy)] == ["SiglipEncoderLayer"] + [
+        "Gemma3DecoderLayer"
+    ] * 2
+    assert copy.config.get_text_config().layer_types == ["sliding_attention", "full_attention"]

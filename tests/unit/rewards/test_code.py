@@ -23,6 +23,7 @@ from fsdptrain.rewards.build import build_reward
 from fsdptrain.rewards.code import code, extract_code, parse_tests
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.types import Prompt
+from tests.testing import wait_until
 
 DOUBLE = "def double(x):\n    return 2 * x"
 HAS_NAMESPACES = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x70000000) != 0)"
@@ -76,13 +77,6 @@ def running(mark: str) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_the_reward_is_1_only_if_all_tests_pass(isolated: bool) -> None:

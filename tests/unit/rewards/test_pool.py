@@ -28,6 +28,7 @@ from fsdptrain.rewards.parallel import ParallelReward, build_parallel, default_w
 from fsdptrain.rewards.pool import worker_environment
 from fsdptrain.rewards.results import compute_rewards
 from fsdptrain.types import Prompt
+from tests.testing import wait_until
 from tests.unit.rewards import user_rewards
 from tests.unit.rewards.user_rewards import (
     Judge,
@@ -65,13 +66,6 @@ def scores(rewards: ParallelReward, texts: list[str], prompt: Prompt = PROMPT) -
 
 def with_metadata(**metadata: Any) -> Prompt:
     return replace(PROMPT, metadata=metadata)
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + MINUTE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def has_ended(pid: int) -> bool:
@@ -123,10 +117,13 @@ def test_a_process_that_died_between_rollouts_costs_no_sample() -> None:
 
 def test_a_killed_trainer_leaves_no_process() -> None:
     code = (
-        "from tests.unit.rewards.test_pool import *\n"
-        "with pool(obedient, 1) as rewards:\n"
-        "    print(int(scores(rewards, ['pid'])[0]), flush=True)\n"
-        "    scores(rewards, ['regex'])\n"
+        "from fsdptrain.rewards.parallel import ParallelReward\n"
+        "from fsdptrain.types import Prompt\n"
+        "from tests.unit.rewards.user_rewards import obedient\n"
+        "prompt = Prompt('a', [1], '')\n"
+        "rewards = ParallelReward(obedient, num_workers=1, timeout=60.0, patience=600.0)\n"
+        "print(int(rewards.run([(prompt, 'pid')])[0].reward), flush=True)\n"
+        "rewards.run([(prompt, 'regex')])\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None

@@ -27,19 +27,16 @@ def prompt(label: object = None, text: str = "", **metadata: object) -> Prompt:
         ("\\boxed{7}", "<answer>$7$</answer>", 1),
         ("Ann has 3 + 4 apples.\n#### 7", "<answer>7</answer>", 1),
         ("#### 1,234", "<answer>1234</answer>", 1),
-        ("", "<answer>1</answer>", None),
-        (None, "<answer>1</answer>", None),  # not the symbol None
     ],
 )
-def test_math_compares_as_mathematics(label: object, response: str, reward: float | None) -> None:
+def test_math_compares_as_mathematics(label: object, response: str, reward: float) -> None:
     assert REWARDS["math"](prompt(label), response) == reward
 
 
 @pytest.mark.parametrize(
-    ("label", "response", "reward"),
-    [("sun", "<answer> sun\n</answer>", 1), (" sun", "sun", 1), ("sun", "Sun", 0), (3, "3", 1), (None, "3", None)],
+    ("label", "response", "reward"), [("sun", "<answer> sun\n</answer>", 1), (" sun", "sun", 1), ("sun", "Sun", 0)]
 )
-def test_exact_compares_characters(label: object, response: str, reward: float | None) -> None:
+def test_exact_compares_characters(label: object, response: str, reward: float) -> None:
     assert REWARDS["exact"](prompt(label), response) == reward
 
 

@@ -1,7 +1,5 @@
 """Chunks contain every row once within the budget. Prompts are read once, and finished rows leave the cache."""
 
-from dataclasses import replace
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,32 +32,20 @@ def test_chunks_hold_every_row_once_within_the_budget(lengths, num_samples, limi
     assert ordered == sorted(ordered, reverse=True)
 
 
-class Decoding:
-    """One run of `decode` over three prompts of unequal length, and the shapes that the model was called with."""
-
-    def __init__(self, *, sync_interval: int = 1, **sampling) -> None:
-        self.shapes: list[tuple[int, int]] = []
-        model = in_float64(tiny_qwen3().eval())
-        model.register_forward_pre_hook(
-            lambda _, args, kwargs: self.shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-        )
-        self.sampling = replace(SamplingParams(num_samples=20, max_tokens=40), **sampling)
-        prompts = [Prompt(str(ids), ids, "") for ids in ([200], [201] * 12, [202] * 5)]
-        generator = torch.Generator().manual_seed(0)
-        uniforms = torch.rand(60, self.sampling.max_tokens, dtype=torch.float64, generator=generator)
-        with Exact(), torch.inference_mode():
-            rows, limits = [row % 3 for row in range(60)], [self.sampling.max_tokens] * 60
-            options = {"sampling": self.sampling, "stop_token_ids": STOP, "sync_interval": sync_interval}
-            tokens, logprobs = decode(model, prompts, rows, limits, uniforms, **options)
-        ends = (torch.isin(tokens, torch.tensor(STOP)).long().cumsum(-1).clamp(max=1)).cumsum(-1) == 1
-        has_end = ends.any(-1)
-        self.lengths = torch.where(has_end, ends.long().argmax(-1) + 1, tokens.shape[1]).tolist()
-        self.rows = [row[:end].tolist() for row, end in zip(tokens, self.lengths, strict=True)]
-        self.logprobs = [row[:end] for row, end in zip(logprobs, self.lengths, strict=True)]
-
-
-def test_each_prompt_is_read_once_and_rows_grow_by_one_token():
-    shapes = Decoding().shapes
+def test_each_prompt_is_read_once_and_rows_grow_by_one_token_and_leave_when_they_end():
+    shapes: list[tuple[int, int]] = []
+    model = in_float64(tiny_qwen3().eval())
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    prompts = [Prompt(str(ids), ids, "") for ids in ([200], [201] * 12, [202] * 5)]
+    uniforms = torch.rand(60, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    options = {"sampling": SamplingParams(num_samples=20, max_tokens=40), "stop_token_ids": STOP, "sync_interval": 1}
+    with Exact(), torch.inference_mode():
+        decode(model, prompts, [row % 3 for row in range(60)], [40] * 60, uniforms, **options)
     assert shapes[0] == (3, 12)
-    assert shapes[1][0] >= 45
+    rows = [row for row, _ in shapes[1:]]
+    assert 60 >= rows[0] >= 45
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < 20
     assert {width for _, width in shapes[1:]} == {1}

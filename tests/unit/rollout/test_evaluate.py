@@ -7,8 +7,12 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics, pass_at_k
+from fsdptrain.trainer.evaluation import Evaluation
+from fsdptrain.trainer.samples.single_turn import SingleTurn
 from fsdptrain.trainer.samples.source import sampling_at
-from fsdptrain.types import Sample, SamplingParams
+from fsdptrain.types import Prompt, Sample, SamplingParams
+from tests.rewards import in_process
+from tests.testing import FakeRolloutEngine, tiny_tokenizer
 
 # by prompt and sample; None: could not be scored
 REWARDS = [[1.0, 0.0, 0.5, 0.0], [1.0, 1.0 - 1e-9, 1.0, 1.0], [None, 0.0, 0.0, 0.0]]
@@ -63,3 +67,18 @@ def test_every_evaluation_of_a_run_samples_alike_and_unlike_training():
     assert sampling.max_tokens == config.rollout.max_response_len
     training = SamplingParams(num_samples=4, max_tokens=1, seed=3)
     assert sampling.seed not in {sampling_at(training, step).seed for step in range(100)}
+
+
+@pytest.mark.parametrize(("threshold", "accuracy"), [(1.0, 0.25), (0.5, 0.75), (-1.0, 1.0)])
+def test_accuracy_counts_responses_from_the_threshold_on(threshold: float, accuracy: float) -> None:
+    rewards = {"0": 0.0, "1": 0.5, "2": 0.5 + 1e-9, "3": 1.0}
+    metrics, _ = Evaluation(
+        Config(hf_checkpoint="x", pass_threshold=threshold),
+        SingleTurn(
+            FakeRolloutEngine(lambda prompt, index: [5]),
+            in_process(lambda prompt, response: rewards[prompt.id]),
+            tiny_tokenizer(),
+        ),
+        [Prompt(name, [5], "") for name in rewards],
+    ).run()
+    assert metrics["eval/heldout/accuracy"] == accuracy

@@ -1,6 +1,5 @@
 """The report of a run folder, also of a running run and of one without a reward."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.tools.report.report import print_report
 from fsdptrain.tools.report.report import report_rows as rows_of
 from fsdptrain.tools.watch.run_data import RunData
+from tests.testing import write_rows
 
 GRPO = [
     {"step": 0, "eval/heldout/accuracy": 0.25, "eval/heldout_greedy/accuracy": 0.5},
@@ -22,7 +22,7 @@ GRPO = [
 
 def write(folder: Path, rows: list[dict]) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "metrics.jsonl", rows)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Training and evaluation data, and threads for rollouts in flight."""
+"""What a run makes of its options: data, environment, dtype, and rules for advantages and shaping."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ import torch
 
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.config.recipe import load_recipe
-from fsdptrain.errors import DataError
+from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.resolve import resolve, resolve_dtype
+from fsdptrain.trainer.samples.build import advantage_rule, shaping_rule
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from tests.testing import tiny_tokenizer
 
@@ -100,3 +101,29 @@ def test_a_cpu_computes_in_bfloat16_only_if_it_multiplies_it_or_is_told_to(
     resolved, _ = resolve_dtype(Config(hf_checkpoint="x", **values))
     assert resolved.compute_dtype_name == name
     assert resolved.model.bf16 is (name == "bfloat16")
+
+
+def scored(**values) -> Config:
+    return Config(**{"hf_checkpoint": "x", "prompt_data": "x.jsonl", "reward": ["math=0.9", "format=0.1"], **values})
+
+
+def test_only_enabled_penalties_shape() -> None:
+    assert shaping_rule(scored()) is None
+    assert shaping_rule(scored(algorithm="dapo")).overlong_penalty == 1.0
+
+
+def test_the_scale_is_that_of_the_estimator_by_default() -> None:
+    assert advantage_rule(scored(algorithm="reinforce++_baseline")).scale == "whiten"
+    assert advantage_rule(scored(algorithm="reinforce++_baseline", advantage_scale="batch")).scale == "batch"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("statistics:nope", "--advantage-estimator statistics:nope: module 'statistics' has no attribute 'nope'"),
+        ("math:pi", "--advantage-estimator math:pi is not a function"),
+    ],
+)
+def test_an_invalid_estimator_is_one_line(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        advantage_rule(scored(advantage_estimator=name))

@@ -6,9 +6,35 @@ from examples.calculator.calculator import Calculator
 from fsdptrain.config import EnvironmentConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.samples.environment import build_environment
-from fsdptrain.types import Prompt
+from fsdptrain.types import Prompt, Turn
 
-HERE = "tests.unit.trainer.my_environments"
+HERE = "tests.unit.trainer.test_environment"
+
+
+class Countdown:
+    """Wants `turns` answers."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    def reset(self, prompt: Prompt, seed: int) -> list[str]:
+        return []
+
+    def step(self, state: list[str], response: str) -> Turn:
+        state.append(response)
+        left = self.turns - len(state)
+        return Turn(f"{left} more", done=left == 0, reward=1.0)
+
+
+class RowsNotInAMethod(Countdown):
+    dataset = ({"prompt": "?"},)
+
+
+class WithoutStep:
+    def reset(self, prompt: Prompt, seed: int) -> None: ...
+
+
+thing = 3
 
 
 def build(name: str, **kwargs):
@@ -31,11 +57,7 @@ def test_environments_are_classes():
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        (
-            "calculator",
-            {},
-            "--environment does not know 'calculator'; it takes package.module:name",
-        ),
+        ("calculator", {}, "--environment does not know 'calculator'; it takes package.module:name"),
         ("nowhere:Thing", {}, "--environment nowhere:Thing: No module named 'nowhere'"),
         (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or an async"),
         (f"{HERE}:Countdown", {"turn": 1}, "cannot be made with --environment-kwargs .* unexpected keyword"),

@@ -222,7 +222,7 @@ class Wild:
         (lambda: Turn(reward=float("nan")), "--environment: ValueError: the reward returned nan"),
         pytest.param(
             lambda: time.sleep(600),
-            "--environment: DeadlineError: no answer within --environment-timeout 5 s",
+            "--environment: DeadlineError: no answer within --environment-timeout 2 s",
             marks=pytest.mark.slow,
         ),
         pytest.param(lambda: threading.Event().wait(), "--environment: DeadlineError", marks=pytest.mark.slow),
@@ -230,7 +230,7 @@ class Wild:
 )
 def test_a_failing_episode_is_unscored_and_others_are_scored(wrong: Callable[[], Any], error: str) -> None:
     environment = Wild(wrong)
-    made, _ = play(environment, finish=environment.finished.append, timeout=5.0 if "Deadline" in error else 60.0)
+    made, _ = play(environment, finish=environment.finished.append, timeout=2.0 if "Deadline" in error else 60.0)
     rewards = [sample.reward for sample in made.samples]
     assert sorted(rewards, key=str) == [1.0, 1.0, None, None]
     assert made.results.num_unscored == 2

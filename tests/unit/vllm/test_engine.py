@@ -18,6 +18,7 @@ from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.weight_files import WeightFolder
+from tests.testing import wait_until
 from tests.unit.vllm.scripted_server import ANSWERS, GENERATE, ScriptedServer
 
 pytestmark = pytest.mark.slow
@@ -105,20 +106,13 @@ def test_each_server_is_paused_updated_and_checked_before_any_resumes(make: Call
     slow, fast = case.servers
     slow.holds["/weight_info"] = threading.Event()
     update = case.threads.submit(case.sync, 1)
-    until(lambda: "/weight_info" in fast.calls)
+    wait_until(lambda: "/weight_info" in fast.calls)
     time.sleep(0.1)
     order = "/pause /collective_rpc /update_weight_version /reset_prefix_cache /weight_info"
     assert fast.calls == order.split()
     slow.holds["/weight_info"].set()
     update.result(timeout=60)
     assert [server.calls for server in case.servers] == [[*order.split(), "/resume"]] * 2
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("fault", ["refuses", "broken JSON", "dead", "hangs", "keeps its prefix cache"])
@@ -262,7 +256,7 @@ def test_closing_ends_requests_in_flight(case: Case) -> None:
     case.sync(0)
     case.server.delays[GENERATE] = 600.0
     request = case.threads.submit(case.generate)
-    until(lambda: bool(case.server.generated))
+    wait_until(lambda: bool(case.server.generated))
     case.engine.close()
     with pytest.raises(RolloutError, match="the engine is closed"):
         request.result(timeout=60)

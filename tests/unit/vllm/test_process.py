@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from fsdptrain.vllm.server import supervisor
 from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.process import ServerProcess
 from tests.event_loop import run_in_loop
+from tests.testing import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +48,8 @@ def test_a_server_that_cannot_start_is_an_error_with_its_log(
 
 
 def family(pid: int, size: int) -> list[psutil.Process]:
-    end = time.monotonic() + 30
-    while len(found := psutil.Process(pid).children(recursive=True)) < size:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found
+    wait_until(lambda: len(psutil.Process(pid).children(recursive=True)) >= size)
+    return psutil.Process(pid).children(recursive=True)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -76,10 +73,8 @@ def test_a_server_that_ends_takes_its_workers_with_it(tmp_path):
     command = [sys.executable, str(supervisor.__file__), str(os.getpid()), str(tmp_path / "weights"), "bash", "-c"]
     supervisor_process = subprocess.Popen([*command, f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 3"])
     assert supervisor_process.wait(timeout=30) == 3
-    worker, end = int((tmp_path / "pid").read_text()), time.monotonic() + 30
-    while not is_dead(worker):  # the signal was sent
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    worker = int((tmp_path / "pid").read_text())
+    wait_until(lambda: is_dead(worker))  # the signal was sent
 
 
 def is_dead(pid: int) -> bool:

@@ -12,7 +12,7 @@ from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import weights_of
 from tests.vllm.servers.test_push import build
 
-LONG = SamplingParams(num_samples=3, max_tokens=800, temperature=0.7, seed=5)
+LONG = SamplingParams(num_samples=3, max_tokens=400, temperature=0.7, seed=5)
 
 
 def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(models, urls, alone, tmp_path):

@@ -19,6 +19,7 @@ from tests.event_loop import run_in_loop
 from tests.matrix import only
 from tests.testing import spawn
 from tests.vllm import contract
+from tests.vllm.faults import FaultyTransfer, plant_faults, require_named
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import weights_of
 
@@ -34,12 +35,7 @@ PUSHES = [(name, push) for name in ("tied", "untied", "moe") for push in ("file"
 
 @pytest.mark.parametrize(("name", "push"), only(PUSHES[:2], PUSHES))
 def test_servers_and_trainer_agree_after_every_push(models, urls, tmp_path, name, push):
-    options = cases.attached(
-        models[name].first,
-        urls[name],
-        weight_transfer=push,
-        output_dir=str(tmp_path),
-    )
+    options = cases.attached(models[name].first, urls[name], weight_transfer=push, output_dir=str(tmp_path))
     for found in spawn(2, contract.agreement, options, 3, timeout=200):
         assert max(found) < 1e-4, found
 
@@ -110,3 +106,23 @@ def test_the_key_is_in_no_file_of_the_run_and_in_no_error(models, urls, alone, t
     assert "another key" not in str(caught.value)
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any("another key" in text or cases.KEY in text for text in [*files, json.dumps(str(caught.value))])
+
+
+# A hundred faults of dense models and of mixtures of experts.
+CASES = [("tied", 50), ("untied", 50), ("moe", 100)]
+_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", ".experts.")
+
+
+def is_part_of_a_layer(name: str) -> bool:
+    """A server itself refuses an update that lacks the only tensor of a layer."""
+    return any(part in name for part in _FUSED)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "tries"), CASES)
+def test_each_fault_is_named(models, urls, tmp_path: Path, name: str, tries: int) -> None:
+    options = cases.attached(models[name].first, urls[name], output_dir=str(tmp_path), max_tokens_per_gpu=1024)
+    transfer = FaultyTransfer(droppable=is_part_of_a_layer)
+    [outcomes] = spawn(1, plant_faults, options, tries, transfer, timeout=500)
+    assert len(outcomes) == tries
+    require_named(outcomes, replica=urls[name])

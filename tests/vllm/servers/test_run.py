@@ -1,10 +1,6 @@
 """A whole run from the command line with a server in another environment, and what remains after a kill."""
 
 import json
-import os
-import signal
-import time
-from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -14,7 +10,7 @@ import pytest
 from fsdptrain.vllm.server.weight_files import folder_name, shared_memory
 from tests.e2e import command
 from tests.matrix import only
-from tests.testing import save_tiny_checkpoint
+from tests.testing import save_tiny_checkpoint, wait_until
 from tests.vllm.servers.conftest import PYTHON
 
 
@@ -24,44 +20,39 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait_for(done: Callable[[], object], run: ForkServerProcess, log: Path) -> None:
-    end = time.monotonic() + 400
-    while not done():
-        assert run.is_alive(), (log / "err").read_text()
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize("ranks", only([[]], [[], ["--nproc-per-node", "2"]]))
-def test_a_run_ends_with_its_server_a_resume_goes_on_and_its_server_ends_with_it(tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "deaths"),
+    only([([], ["run"])], [([], ["run"]), ([], ["server", "run"]), (["--nproc-per-node", "2"], ["server", "run"])]),
+)
+def test_a_run_ends_with_its_server_a_resume_goes_on_and_its_server_ends_with_it(tmp_path, ranks, deaths):
     """The trainer agrees with the logprobs of each server."""
     model, folder, log = save_tiny_checkpoint(tmp_path / "model", head_dim=32), tmp_path / "run", tmp_path / "log"
     argv = ["--hf-checkpoint", str(model), *command.UNEVALUATED, "--rollout-engine", "vllm-server"]
     argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05"]
     argv += [*ranks, "--num-rollout", "1000", "--save-interval", "1", "--output-dir", str(folder)]
-    run = command.start(argv, log)
-    wait_for(lambda: len(command.trained(rows(folder))) > 2, run, log)
-    for process in servers_of(run):
-        process.kill()
-    run.join(200)
-    assert run.exitcode not in (None, 0)
-    [line] = [line for line in (log / "err").read_text().splitlines() if "http://127.0.0.1:" in line]
-    assert "broke off" in line
-    assert "server0.log" in line
-    done = len(command.trained(rows(folder)))
-    run = command.start(argv, log)
-    try:
-        wait_for(lambda: len(command.trained(rows(folder))) > done + 1, run, log)
-        everyone = psutil.Process(run.pid).children(recursive=True)
-        assert servers_of(run)
-    finally:
-        os.kill(run.pid, signal.SIGKILL)
-        run.join()
+    for death in deaths:
+        done = len(command.trained(rows(folder)))
+        run = command.start(argv, log)
+        try:
+            wait_until(lambda done=done: len(command.trained(rows(folder))) > done + 2, 400, alive=run.is_alive)
+            everyone, servers = psutil.Process(run.pid).children(recursive=True), servers_of(run)
+            assert servers
+            for process in servers if death == "server" else []:
+                process.kill()
+            run.join(200 if death == "server" else 0)
+        finally:
+            run.kill()
+            run.join()
+        _, alive = psutil.wait_procs(everyone, timeout=20)
+        assert alive == []
+        if death == "server":
+            assert run.exitcode > 0, "it ended by itself, with an error"
+            [line] = [line for line in (log / "err").read_text().splitlines() if "http://127.0.0.1:" in line]
+            assert "broke off" in line
+            assert "server0.log" in line
     steps = [row["step"] for row in command.trained(rows(folder))]
     assert steps == sorted(set(steps)) == [*range(steps[0], steps[-1] + 1)]
     assert max(row["mismatch/abs_max"] for row in command.trained(rows(folder))) < 1e-4
-    _, alive = psutil.wait_procs(everyone, timeout=20)
-    assert alive == []
     weights = shared_memory(0)
     assert weights is None or not (weights / folder_name(folder)).exists()
 
