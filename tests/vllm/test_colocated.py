@@ -23,7 +23,7 @@ from tests.vllm.faults import FaultyTransfer, plant_faults, require_named
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "world_size"), product(models.NAMES, (1, 2)))
+@pytest.mark.parametrize(("name", "world_size"), list(product(models.NAMES, (1, 2))))
 def test_engine_and_trainer_agree_after_every_update(tmp_path, name, world_size):
     options = contract.colocated(models.save(name, tmp_path))
     for found in spawn(world_size, contract.agreement, options, 3, timeout=300):

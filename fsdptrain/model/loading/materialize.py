@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,11 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def refuse_misfits(path: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    if names := sorted(name for name, _, _ in mismatched):
+        raise CheckpointError(f"--hf-checkpoint {path}: {some_of(names)} of another shape than config.json says")
 
 
 def refuse_leftovers(path: Path, missing: set[str], unexpected: set[str]) -> None:

@@ -19,6 +19,7 @@ from fsdptrain.model.loading.materialize import (
     parameter_names,
     quiet_transformers,
     refuse_leftovers,
+    refuse_misfits,
     register,
 )
 from fsdptrain.model.loading.meta import problems_of
@@ -50,8 +51,14 @@ def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     """Load the stock model of `path` on the host and check that it matches the meta `model`."""
     weight_files(path)
     source, info = cast(Any, stock_class(model)).from_pretrained(
-        path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        path,
+        config=copy.deepcopy(model.config),
+        dtype=torch.float32,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused here, by their names
     )
+    refuse_misfits(path, info["mismatched_keys"])
     refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))
     if problems := problems_of(source, torch.float32):
         raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")

@@ -26,8 +26,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from fsdptrain import platform
 from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.loading.files import different_files, some_of
-from fsdptrain.model.loading.materialize import quiet_transformers, refuse_leftovers
+from fsdptrain.model.loading.files import different_files
+from fsdptrain.model.loading.materialize import quiet_transformers, refuse_leftovers, refuse_misfits
 from fsdptrain.model.structure import as_stock
 
 
@@ -54,9 +54,7 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], device: 
     )
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], load_config)
-        if info.mismatched_keys:
-            names = sorted(name for name, _, _ in info.mismatched_keys)
-            raise CheckpointError(f"--hf-checkpoint {path}: {some_of(names)} of another shape than config.json says")
+        refuse_misfits(path, info.mismatched_keys)
         if info.conversion_errors:
             name, reason = min(info.conversion_errors.items())
             raise CheckpointError(f"--hf-checkpoint {path}: cannot convert {name}: {reason.strip().splitlines()[-1]}")

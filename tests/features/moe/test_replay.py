@@ -7,12 +7,10 @@ import pytest
 import torch
 from transformers import DeepseekV2Config, PhimoeConfig
 
-from fsdptrain.config import Config
 from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
 from fsdptrain.features.moe.checks import check_replay, replay_refusal
-from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.model.policy import policy_logprobs
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import expert_choice
@@ -117,7 +115,7 @@ def test_the_check_accepts_exact_models(name):
     assert replay_refusal(random_copy(zoo.config(name))) == ""
 
 
-def test_models_that_cannot_be_replayed_are_refused_with_the_reason(checkpoint):
+def test_models_that_cannot_be_replayed_are_refused_with_the_reason():
     small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
     phimoe = PhimoeConfig(**small, num_local_experts=4, num_experts_per_tok=2)
@@ -130,7 +128,7 @@ def test_models_that_cannot_be_replayed_are_refused_with_the_reason(checkpoint):
     with pytest.raises(ConfigError, match="an expert that it would not choose gets no weight"):
         check_replay(limited, "rollout")
     with pytest.raises(NoEffectError, match="--router-replay has no effect on qwen3, which has no experts") as caught:
-        MoEFeature.create(Config(hf_checkpoint="x", router_replay="rollout"), checkpoint)
+        check_replay(zoo.config("qwen3"), "rollout")
     assert caught.value.key == "router_replay"
     broken = zoo.build("qwen3_moe", num_experts=4, num_experts_per_tok=4)
     assert replay_refusal(broken) == "it always takes all experts"

@@ -97,7 +97,9 @@ def test_every_option_is_read() -> None:
     readers = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "config" or path.name in OF_CONFIG]
     code = "\n".join(path.read_text(encoding="utf-8") for path in readers)
     read = set(re.findall(r"(?<!torch)\.([a-z_0-9]+)\b(?!\()", code))
-    read |= {Condition.parse(text).key for entry in FEATURES for text in entry.conditions}
+    conditions = [text for entry in FEATURES for text in entry.conditions]
+    conditions += [text for section in Config(hf_checkpoint="x").sections for _, text in section.FACTS]
+    read |= {Condition.parse(text).key for text in conditions}
     unread = {flat for flat, key in all_keys().items() if key.name not in read and flat not in read}
     assert not {flat for flat in unread if not all_keys()[flat].marks(RankGroup)}  # `Config.rank_groups` reads these
 
