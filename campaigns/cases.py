@@ -70,10 +70,6 @@ def half(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def flip(content: bytes) -> bytes:
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
 def model(change: Change) -> Prepare:
     def prepare(place: Place) -> list[str]:
         copy = Path(shutil.copytree(place.checkpoint, place.folder / "model"))
@@ -143,7 +139,7 @@ FLAGS: list[tuple[str, str]] = [  # words, and what the message names
     ("--max-tokens-per-gpu 8", "--max-tokens-per-gpu"),
     ("--algorithm ppo", "--algorithm"),
     ("--loss no.such.module:f", "no.such"),
-    ("--bf16=false", "--bf16"),
+    ("--bf16=maybe", "--bf16"),
     ("--fp16 --bf16", "--fp16"),
     ("--lora-alpha 16", "--lora-rank"),
     ("--tensor-parallel-size 3", "--tensor-parallel-size"),
@@ -168,7 +164,6 @@ RECIPES: list[tuple[str, str | bytes, str]] = [
     ("text as number", "lr: abc", "--lr"),
     ("infinite", "lr: .inf", "--lr"),
     ("deep list", "reward: " + "[" * 5000, "recipe.yaml"),
-    ("2 MB", "# x\n" * 500_000, "recipe.yaml"),
     ("binary", bytes(range(256)), "recipe.yaml"),
 ]
 MODELS: list[tuple[str, Change, str]] = [
@@ -200,6 +195,7 @@ DATA: list[tuple[str, Prepare, str]] = [
     ("message without role", data(rows(prompt=[{"content": "a"}])), "--input-key prompt"),
     ("parquet is text", data("a,b\n", "rows.parquet"), "rows.parquet"),
 ]
+HASTY = ["--reward-timeout", "0.5", "--reward-workers", "1"]
 REWARDS: list[tuple[str, Prepare, str]] = [
     ("missing function", reward(""), "--reward"),
     ("syntax error", reward("def f(:\n"), "--reward"),
@@ -208,16 +204,18 @@ REWARDS: list[tuple[str, Prepare, str]] = [
     ("raises", reward("def f(a, b): raise ValueError('one\\ntwo\\nthree')\n"), "ValueError: one"),
     ("returns None", reward("def f(a, b): return None\n"), "None"),
     ("returns text", reward("def f(a, b): return '1'\n"), "bad:f"),
-    ("hangs", reward("def f(a, b):\n    while True: pass\n", "--reward-timeout", "0.5"), "--reward-timeout"),
+    (
+        "hangs",
+        reward("def f(a, b):\n    while True: pass\n", "--reward-timeout", "0.5", "--reward-workers", "1"),
+        "--reward-timeout",
+    ),
 ]
 RESUMES: list[tuple[str, Prepare, str]] = [
     ("empty checkpoint", resume(lambda folder: [path.unlink() for path in folder.rglob("*.*")]), "step_00000002"),
     ("no manifest", resume(remove("manifest.json")), "step_00000002"),
     ("manifest is deep", resume(rewrite("manifest.json", "[" * 9000)), "step_00000002"),
     ("trainer.json broken", resume(rewrite("trainer.json", "{]")), "step_00000002"),
-    ("tensor flipped", resume(rewrite("shards/*.safetensors", flip)), "changed"),
     ("tensor short", resume(rewrite("shards/*.safetensors", half)), "step_00000002"),
-    ("foreign file", resume(rewrite("extra.json", "{}")), "extra.json"),
     ("other algorithm", resume(lambda folder: None, "--algorithm", "rloo"), "--algorithm"),
     ("config.yaml broken", resume(rewrite("config.yaml", "lr: ["), of=""), "config.yaml"),
 ]

@@ -4,6 +4,7 @@
 with code 2. Ctrl-C prints one line and exits with code 130.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,11 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # `fsdptrain --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        sys.stderr.write(f"fsdptrain: {error.filename}: this name is too long for a file or folder: shorten it\n")
+        return 2
 
 
 def _command(argv: Sequence[str]) -> int:

@@ -262,6 +262,7 @@ def test_recipes_are_listed_and_shown(fsdptrain):
         (["eval", "runs/x/hf"], "--checkpoint runs/x/hf: there is no such local folder, and a name"),
         (["watch", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
         (["report", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
+        ([*MODEL, "--prompt-data", "x" * 300], f"{'x' * 300}: this name is too long for a file or folder: shorten it"),
         (["watch", "runs/other"], "runs/other holds no run: pass the --output-dir of a run"),
     ],
 )
