@@ -86,9 +86,10 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
 
 
 def lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of steps up to `step`, without an incomplete last one. Warns of others that are no record."""
+    """Return the lines of steps up to `step`. Warns of those that are no record, as an incomplete last one."""
     lines, broken = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
+    text = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
+    for number, line in enumerate(text.split("\n") if text else [], start=1):
         try:
             if json.loads(line)["step"] <= step:
                 lines.append(line + "\n")

@@ -21,7 +21,7 @@ from fsdptrain.model.structure import expert_choice, head_size
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-_REMEDY = "use --backend fsdp, or --megatron-spec with custom layers"
+_REMEDY = "use --backend fsdp"
 
 
 def _dense(config: PreTrainedConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.megatron import cases
 from tests.megatron.training import backend_of
 from tests.testing import spawn
 
-FSDP, OWN = "use --backend fsdp, or --megatron-spec", "fsdptrain: "
+FSDP, OWN = "use --backend fsdp", "fsdptrain: "
 # family, what its config says besides, the split, how the line begins, the way out
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("gemma2", {}, {}, "--backend megatron knows deepseek_v3, llama, mistral, ", FSDP),

@@ -48,11 +48,12 @@ def test_numbers_of_other_packages_are_numbers(tmp_path):
     assert [record[name] for name in "abcd"] == [1.5, 2, None, [3]]
 
 
-def test_a_resumed_run_has_each_step_once(tmp_path):
+def test_a_resumed_run_has_each_step_once(tmp_path, caplog):
     log_steps(tmp_path, range(6), 1.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "x"')  # cut short by a kill
     log_steps(tmp_path, range(4, 8), 2.0, resumed_step=3)
+    assert "metrics.jsonl: dropped what is no record, in line 7" in caplog.text
     found = [(r["step"], r["x"]) for r in records(tmp_path / "metrics.jsonl")]
     assert found == [(s, 1.0 if s <= 3 else 2.0) for s in range(8)]
     assert [r["step"] for r in records(tmp_path / "samples.jsonl")] == [s for s in range(8) for _ in range(2)]
