@@ -9,7 +9,7 @@ from typing import Any
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.rows import Row
-from fsdptrain.data.tables import plain, value_in
+from fsdptrain.data.tables import plain, value_in, written_chat
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message
 
@@ -134,7 +134,8 @@ def _unknown_form(first: Values, where: str) -> str:
 
 
 def _messages(values: Values, column: str) -> tuple[list[Message], Conversation]:
-    value = without_none(values.get(column))
+    value = values.get(column)
+    value = without_none(written_chat(value) if isinstance(value, str) else value)
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
         raise UnusableRowError("no messages", f"the column {column} holds {value!r:.60}, not a list of messages")
     messages = [as_message(message) for message in value]

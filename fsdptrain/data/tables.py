@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -159,6 +159,8 @@ def folder_of(path: Path) -> Path:
 
 
 def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message]:
+    if isinstance(prompt, str):
+        prompt = written_chat(prompt)
     if isinstance(prompt, str):
         return prompt
     from fsdptrain.data.sft_forms import as_message, without_none
@@ -326,6 +328,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(inner) for inner in value]
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def written_chat(text: str) -> Any:
+    """Return the messages that a cell of a CSV file holds as JSON, or the text itself."""
+    if text.lstrip().startswith("[{") and '"role"' in text:
+        with suppress(ValueError, RecursionError):
+            found = json.loads(text)
+            if all(isinstance(message, dict) and "role" in message for message in found):
+                return found
+    return text
 
 
 def value_in(values: Mapping[str, Any], column: str) -> Any:

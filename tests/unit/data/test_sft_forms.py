@@ -1,5 +1,6 @@
 """Forms of supervised data: detection by columns, and conversion."""
 
+import csv
 import json
 import logging
 from pathlib import Path
@@ -152,6 +153,15 @@ def test_cells_of_csv_files_are_their_text(folder: bool, tmp_path: Path) -> None
     name.write_text("prompt,completion\n" + "".join(f'"{i}","{cell}"\n' for i, cell in enumerate(cells)))
     rows = load_rows(DataConfig(prompt_data=str(tmp_path if folder else name)), seed=0, sft=SftConfig())
     assert [rows[i].label for i in range(len(rows))] == cells
+
+
+def test_a_chat_that_a_csv_file_holds_as_json_is_a_chat(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], [json.dumps([ASK, ANSWER])], ['[{"role" is what?']])
+    data = DataConfig(prompt_data=str(path), input_key="messages", label_key="")
+    assert [row.prompt for row in load_rows(data, seed=0)] == [[ASK, ANSWER], '[{"role" is what?']
+    assert load_rows(DataConfig(prompt_data=str(path)), seed=0, sft=SftConfig())[0].label.messages == [ASK, ANSWER]
 
 
 @pytest.mark.parametrize(
