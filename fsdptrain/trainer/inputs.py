@@ -21,6 +21,7 @@ from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.run_dir import RunFolder
+from fsdptrain.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def bind_inputs(
         if dist.get_rank() == 0:
             inputs = {
                 "rows of --prompt-data": digest_rows(data.stream.rows),
-                "held-out rows": _digest([(p.source, p.label, p.metadata) for p in (*data.prompts, *data.supervised)]),
+                "held-out rows": _digest([held_out_content(prompt) for prompt in (*data.prompts, *data.supervised)]),
                 "chat template": _digest(str(data.stream.tokenizer.chat_template)),
                 "tokenizer": _tokenizer(data.stream.tokenizer),
                 "source of --reward": _reward(reward),
@@ -81,6 +82,12 @@ def digest_rows(rows: Rows) -> str:
         images = [content_of(image, reads_files=True) for image in row.images]
         contents.append(_digest(row.prompt, row.label, row.metadata, *images))
     return _digest(count, contents)
+
+
+def held_out_content(prompt: Prompt) -> tuple[Any, ...]:
+    tensors = prompt.images.inputs.values() if prompt.images is not None else ()
+    images = [hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for tensor in tensors]
+    return (prompt.source, prompt.label, prompt.metadata, *images)
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

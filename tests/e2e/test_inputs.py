@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from fsdptrain import Config, Trainer
 from fsdptrain.config import DataConfig
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import CheckpointError
-from fsdptrain.trainer.inputs import digest_rows
+from fsdptrain.trainer.inputs import digest_rows, held_out_content
+from fsdptrain.types import Images, Prompt
 from tests.testing import save_tiny_checkpoint, tiny_run, write_rows
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(40)]
@@ -116,3 +118,6 @@ def test_an_image_is_its_content_not_its_name(tmp_path: Path) -> None:
         image.write_bytes(content)
         digests.append(digest_rows(rows))
     assert digests[0] == digests[2] != digests[1]
+    shown = [Images({"pixel_values": torch.full((1, 2), value)}, torch.zeros(1)) for value in (1.0, 2.0, 1.0)]
+    read = [held_out_content(Prompt("x", [1], "", images=images)) for images in shown]
+    assert read[0] == read[2] != read[1]
