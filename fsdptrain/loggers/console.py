@@ -1,6 +1,9 @@
 """Console output: a header, one line per step, and where the run is written."""
 
+import errno
+import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +12,8 @@ from fnmatch import fnmatchcase
 from fsdptrain import __version__
 from fsdptrain.config import Config
 from fsdptrain.loggers.run_info import RunInfo
+
+log = logging.getLogger(__name__)
 
 _SHOWN = {  # label -> metric; `*` matches the first evaluation set
     "reward": "reward/mean",
@@ -80,8 +85,14 @@ class ConsoleLogger:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # `| head`, or a terminal that is gone
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        log.warning("stdout is closed: the run goes on without lines about its steps, which metrics.jsonl has")
 
 
 def header(info: RunInfo) -> str:

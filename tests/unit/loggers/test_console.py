@@ -1,5 +1,6 @@
 """What a run writes to the console."""
 
+import os
 import re
 
 import pytest
@@ -63,3 +64,12 @@ def test_the_last_line_tells_a_finished_run_from_a_stopped_one(run, tmp_path):
 def test_a_resumed_run_names_its_step_and_a_finished_one_the_flag_that_continues_it(run):
     assert "resumes after step 2 of 4" in run(resumed_step=2)
     assert "is complete, step 4 of 4; raise --num-rollout to continue" in run(resumed_step=4)
+
+
+def test_a_run_outlives_who_reads_its_output(run, monkeypatch, caplog):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        run()
+    assert caplog.text.count("stdout is closed: the run goes on without lines about its steps") == 1
