@@ -81,10 +81,11 @@ class Run:
                 self.processes[-1].start()
 
     def pids(self) -> list[int]:
-        """Return all processes of the run, without zombies: those with its mark or in one of its sessions."""
+        """Return all processes of the run, without zombies: those it began with, with its mark, or in its sessions."""
         sessions = {process.pid for process in self.processes}
         numbers = (int(name) for name in os.listdir("/proc") if name.isdigit())
-        return [pid for pid in numbers if pid != os.getpid() and _belongs(pid, self.mark, sessions)]
+        found = {pid for pid in numbers if pid != os.getpid() and _belongs(pid, self.mark, sessions)}
+        return [*found.union(process.pid for process in self.processes if process.is_alive() and process.pid)]
 
     def is_alive(self) -> bool:
         return any(process.is_alive() for process in self.processes)

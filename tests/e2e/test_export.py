@@ -16,6 +16,7 @@ from tests.testing import save_hub, tiny_run
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
 PROMPTS = [Prompt(str(i), [5 + i, 7, 11], "") for i in range(4)]
 ADAPTER = {"lora_rank": 4, "lora_export": "merged"}
+EXPERTS = ["all-linear", "experts.gate_up_proj", "experts.down_proj"]
 
 
 def parity(prompt: Any, response: str) -> float:
@@ -38,7 +39,9 @@ def trainer_of(family: str, folder: Path, **values: Any) -> Trainer:
         ("qwen3", {"bf16": True}, 0.05),
         ("qwen3", {"bf16": False, **ADAPTER}, 1e-5),
         ("qwen3", {"bf16": True, **ADAPTER}, 0.05),
+        ("qwen3", {"bf16": False, **ADAPTER, "load_in_4bit": True}, 1e-5),
         ("qwen3_moe", {"bf16": False}, 1e-5),
+        ("qwen3_moe", {"bf16": False, **ADAPTER, "lora_targets": EXPERTS}, 1e-5),
         ("deepseek_v3", {"bf16": False}, 1e-5),
     ],
 )
