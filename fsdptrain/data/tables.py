@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,41 +244,43 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> "Table | da
 
 
 def _load_json(path: Path, flag: str) -> Table:
-    """Load a file of JSON lines, or of one list. Values have the types that the file says.
+    """Read a file of JSON lines, or of one list. Values are what the file says.
 
-    `datasets` reads every text of a column as JSON if one row has a number there. Raises DataError with the line that
-    is not an object.
+    `datasets` makes times of texts that look like dates, and floats of integers beside a float. Raises DataError with
+    the line that is not an object.
     """
-    import datasets
-
-    with path.open(encoding="utf-8", errors="replace") as file:
-        start = next((line for line in file if line.strip()), "").lstrip("\ufeff \t\r\n")[:1]
-    if start not in "[{":
-        return _json_lines(path, flag)  # pyarrow ends the process at a first line of null
-    try:
-        table = datasets.load_dataset("json", data_files=str(path), split="train")
-    except Exception:
-        if start == "{":
-            _json_lines(path, flag)  # names the line
-        raise
-    if "Json(" not in repr(table.features):
-        return table
-    return _json_lines(path, flag) if start == "{" else json.loads(path.read_text(encoding="utf-8-sig"))
+    with path.open("rb") as file:
+        if file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
+            found = json.loads(path.read_text(encoding="utf-8-sig"))
+            return _JsonRows((json.dumps(row).encode() for row in found), path, flag)
+        file.seek(0)
+        return _JsonRows(file, path, flag)
 
 
-def _json_lines(path: Path, flag: str) -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
+class _JsonRows:
+    """The rows of JSON lines that are not empty, as text until they are read. A row has the columns of all rows."""
+
+    def __init__(self, lines: Iterable[bytes], path: Path, flag: str) -> None:
+        self._lines: list[bytes] = []
+        self._columns: dict[str, None] = {}
+        for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line) if line.strip() else {}
+                text = line.removeprefix(BOM_UTF8).decode().strip()
+                row = json.loads(text) if text else None
             except (ValueError, RecursionError) as error:
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
                 raise DataError(f"{flag} {path}:{number} is not JSON: {reason}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{flag} {path}:{number} holds {line.strip()[:40]}, not an object, a value per column")
-            rows += [row] if row else []
-    return rows
+            if text and not isinstance(row, dict):
+                raise DataError(f"{flag} {path}:{number} holds {text[:40]}, not an object, a value per column")
+            if row is not None:
+                self._columns |= dict.fromkeys(row)
+                self._lines.append(text.encode())
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return {**self._columns, **json.loads(self._lines[index])}
 
 
 def _as_text(path: Path) -> dict[str, Any]:
