@@ -129,7 +129,8 @@ def sft_sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, renderer: 
     for is_model, messages in groupby(_episode(prompt), key=_is_model):
         if is_model:
             [message] = messages
-            ids = [*tokenizer(message["content"], add_special_tokens=False)["input_ids"], end]
+            ids = list(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
+            ids += [] if ids[-1:] == [end] else [end]  # a text may have the end token
         else:
             assert renderer is not None, "an episode needs a renderer"
             ids = renderer.between(list(messages), last_token=end)

@@ -40,10 +40,9 @@ def find_answer(text: str) -> str | None:
 
     A box that is all of an answer in tags is a mark too.
     """
-    close = text.rfind(CLOSE)
-    start = text.rfind(OPEN, 0, close) if close >= 0 else -1
+    start = text.rfind(OPEN, 0, max(0, text.rfind(CLOSE)))
     if start >= 0:
-        answer = text[start + len(OPEN) : close].strip()
+        answer = text[start + len(OPEN) : text.find(CLOSE, start)].strip()
         box = BOXED.match(answer)
         content = _up_to_closing_brace(answer, box.end()) if box else None
         is_whole = box is not None and content is not None and box.end() + len(content) + 1 == len(answer)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from fsdptrain.errors import RewardError
@@ -23,10 +24,12 @@ def exact(prompt: Prompt, response: str) -> float | None:
 
 
 def _equal(answer: str, label: Any) -> bool:
-    if isinstance(label, int | float) and not isinstance(label, bool):
+    if isinstance(label, bool):  # `true` in JSON is True here
+        return answer.lower() == str(label).lower()
+    if isinstance(label, int | float):
         try:
-            return float(answer) == label
-        except ValueError:
+            return (Decimal(answer) if isinstance(label, int) else float(answer)) == label  # a float rounds integers
+        except (ValueError, ArithmeticError):
             return False
     return answer == str(label).strip()
 

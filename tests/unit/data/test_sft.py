@@ -27,6 +27,10 @@ def test_the_loss_is_on_the_response_and_its_end() -> None:
     assert sample.rollout_logprobs == [0.0] * len(sample.token_ids)
 
 
+def test_a_response_ends_once() -> None:
+    assert sample_of("four<|end|>") == sample_of("four")
+
+
 def test_a_number_is_a_response() -> None:
     assert tiny_tokenizer().decode(sample_of(4).token_ids).endswith("4<|end|>")
 

@@ -18,6 +18,7 @@ from fsdptrain.types import Prompt
         ("<answer>1</answer> no, <answer>2</answer>", "2"),
         ("<answer>1</answer> no, <answer>2", "1"),
         ("<answer>1 <answer>2</answer>", "2"),
+        ("<answer>1</answer> no </answer>", "1"),
         ("<answer>line\nbreak</answer>", "line\nbreak"),
         ("<answer></answer>", ""),
         (r"\boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
@@ -77,7 +78,8 @@ def test_no_reward_looks_for_the_answer_in_a_thought(prompt: str, response: str,
         (42, ["42", "42.0"], ["4.2e", "nan"]),
         ("007", ["007"], ["7"]),
         ([7, "seven"], ["7", "7.0", "seven"], ["8"]),
-        (True, ["True"], ["1"]),
+        (True, ["True", "true"], ["1", "false"]),
+        (2**53 + 1, ["9007199254740993"], ["9007199254740992", "1e999999999", "sNaN"]),
     ],
 )
 def test_exact_takes_one_of_several_labels_and_numbers_as_numbers(label: object, right: list, wrong: list) -> None:
