@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def _plain(value: Any) -> Any:
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, set | frozenset):  # whose order differs in each process
+        return sorted(map(repr, value))
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text  # an address differs in each process
 
@@ -98,10 +101,12 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 def _reward(reward: RewardFunction | WeightedSum | None) -> str:
     """Digest the files that define the rewards of the user; those of this package are known by their names."""
     functions = [each.function for each in reward.components] if isinstance(reward, WeightedSum) else [reward]
-    return _digest([_source(function) for function in functions])
+    return _digest([source_of(function) for function in functions])
 
 
-def _source(function: Any) -> str:
+def source_of(function: Any) -> str:
+    if isinstance(function, partial):
+        return _digest(source_of(function.func), function.args, function.keywords)
     module = getattr(function, "__module__", None) or type(function).__module__
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if module.startswith("fsdptrain."):

@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fsdptrain import Config, Trainer
 from fsdptrain.config import DataConfig
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import CheckpointError
-from fsdptrain.trainer.inputs import digest_rows, held_out_content
+from fsdptrain.trainer.inputs import digest_rows, held_out_content, source_of
 from fsdptrain.types import Images, Prompt
 from tests.testing import save_tiny_checkpoint, tiny_run, write_rows
 
@@ -121,3 +122,9 @@ def test_an_image_is_its_content_not_its_name(tmp_path: Path) -> None:
     shown = [Images({"pixel_values": torch.full((1, 2), value)}, torch.zeros(1)) for value in (1.0, 2.0, 1.0)]
     read = [held_out_content(Prompt("x", [1], "", images=images)) for images in shown]
     assert read[0] == read[2] != read[1]
+
+
+def test_a_partial_reward_is_its_function_and_arguments() -> None:
+    functions = [partial(test_an_image_is_its_content_not_its_name, 1), partial(load_file, 1), partial(load_file, 2)]
+    assert len({source_of(function) for function in functions}) == 3
+    assert source_of(functions[1]) == source_of(partial(load_file, 1))
