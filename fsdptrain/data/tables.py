@@ -252,12 +252,12 @@ def _load_json(path: Path, flag: str) -> Table:
     with path.open("rb") as file:
         if file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
             found = json.loads(path.read_text(encoding="utf-8-sig"))
-            return _JsonRows((json.dumps(row).encode() for row in found), path, flag)
+            return JsonRows((json.dumps(row).encode() for row in found), path, flag)
         file.seek(0)
-        return _JsonRows(file, path, flag)
+        return JsonRows(file, path, flag)
 
 
-class _JsonRows:
+class JsonRows:
     """The rows of JSON lines that are not empty, as text until they are read. A row has the columns of all rows."""
 
     def __init__(self, lines: Iterable[bytes], path: Path, flag: str) -> None:

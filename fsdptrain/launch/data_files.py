@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptrain.config.sft import sft_options
-from fsdptrain.data.tables import folder_of, is_data_file, row_reader
+from fsdptrain.data.tables import JsonRows, folder_of, is_data_file, row_reader
+from fsdptrain.errors import DataError
 from fsdptrain.launch.inputs import image_key
 
 if TYPE_CHECKING:
     from fsdptrain.config import Config
 
-_READ = 10 << 20  # bytes of a file: `datasets` takes the columns of its first 10 MiB too
+_READ = 10 << 20  # bytes of a file: enough to see its columns
 
 
 def check_data(config: Config, name: str, flag: str) -> None:
@@ -36,16 +36,8 @@ def _first_row(path: Path) -> Mapping[str, Any] | None:
             with path.open(newline="", encoding="utf-8-sig") as file:
                 return dict.fromkeys(next(csv.reader(file), []), "")
         if path.suffix in (".jsonl", ".json"):
-            return _first_json(path)
-    except (OSError, ValueError, csv.Error, RecursionError):  # the run reports it in the words of `datasets`
+            with path.open("rb") as file:
+                return JsonRows(file.readlines(_READ), path, "")[0]
+    except (OSError, ValueError, IndexError, csv.Error, DataError):  # the run says what is wrong
         return None
     return None
-
-
-def _first_json(path: Path) -> Mapping[str, Any] | None:
-    with path.open("rb") as file:
-        lines = file.readlines(_READ)
-    rows = [json.loads(line) for line in lines if line.strip()]
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        return None
-    return {**{name: None for row in rows for name in row}, **rows[0]}

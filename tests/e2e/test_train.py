@@ -122,3 +122,10 @@ def test_report_of_a_real_run(finished: Finished, checkpoint: Path, tmp_path: Pa
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"phase: train", "aten::mm"} <= names
     assert "</html>" in (run / "report.html").read_text()
+    both = command.run(["report", str(run), str(finished.folder)], tmp_path)
+    assert all(f"{folder}: grpo of " in both.out for folder in (run, finished.folder))  # by paths: both are named run
+    planned = command.run(["plan", str(run)], tmp_path)
+    assert planned.code == 0, planned.err
+    assert planned.out.splitlines()[-2].endswith("exports in float32")
+    assert planned.out.splitlines()[-1] == f"  fsdptrain --recipe {run}/config.yaml"
+    assert f"give {run}/hf" in command.run(["inspect", "--hf-checkpoint", str(run)], tmp_path).err
