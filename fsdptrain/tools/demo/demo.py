@@ -114,7 +114,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def run_command(flags: list[str], heading: str = "", environment: Mapping[str, str] | None = None) -> None:
-    print(f"\n{heading}\n$ fsdptrain {shlex.join(flags)}", flush=True)
+    print("\n" + "\n".join(filter(None, [heading, f"$ fsdptrain {shlex.join(flags)}"])), flush=True)
     subprocess.run([sys.executable, "-m", "fsdptrain", *flags], check=True, env={**(environment or {}), **os.environ})
 
 
@@ -158,9 +158,10 @@ def show(folder: Path, summary: dict, accuracies: Sequence[float]) -> None:
 
 
 def show_answers(samples: Path) -> None:
-    """Print the responses to three held-out prompts, before training and after."""
+    """Print sampled answers to three held-out prompts before and after training, of those that changed."""
     rows = [row for row in map(json.loads, samples.read_text().splitlines()) if row["set"] == "heldout"]
-    for step, when in ((rows[0]["step"], "before"), (rows[-1]["step"], "after")):
-        responses = {row["prompt"]: row for row in rows if row["step"] == step}
-        for row in [responses[prompt] for prompt in sorted(responses)][:3]:
-            print(f"  {when:6} {row['label']!r:>12}: {shorten(row['response'], 80)!r}")
+    before, after = ({row["prompt"]: row for row in rows if row["step"] == step} for step in (0, rows[-1]["step"]))
+    changed = [prompt for prompt in before if before[prompt]["response"] != after[prompt]["response"]]
+    for prompt in changed[:3]:
+        answers = [shorten(found[prompt]["response"], 60) for found in (before, after)]
+        print(f"  {before[prompt]['label']}: {answers[0]!r}, then {answers[1]!r}")
