@@ -65,7 +65,7 @@ class Rows(Protocol):
 
 
 class Packer(Protocol):
-    """Plans packs in place of the core."""
+    """Plans packs instead of the core."""
 
     def plan(
         self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
@@ -79,7 +79,7 @@ class Packer(Protocol):
 
 
 class Adapter(Protocol):
-    """Parameters that are trained in place of those of the model."""
+    """Parameters that are trained instead of the model's."""
 
     def identity(self) -> str:
         """What a checkpoint must belong to, because its tensors do not say it."""
@@ -99,7 +99,7 @@ class Feature:
     def create(cls, config: Config, checkpoint: Path) -> "Feature":
         """Create the feature for a run, before data, rewards and weights are loaded. Collective.
 
-        Raises ConfigError on all ranks where the model cannot do what the options ask for.
+        Raises ConfigError on all ranks if the model does not support the options.
         """
         del config, checkpoint
         return cls()
@@ -125,26 +125,26 @@ class Feature:
         """The sharded model has its weights."""
 
     def verify(self, model: PreTrainedModel, probe: "LayoutProbe", vocab_size: int) -> None:
-        """The layout is chosen: compare what the feature computes with the stock model, and refuse what differs."""
+        """After the layout is chosen: compare the feature with the stock model; raise if they differ."""
 
     def export_weight(self, name: str) -> ChangeWeight | None:
         """What makes the float32 weight that is exported under the stock name `name`. None: the parameter is exported.
 
-        It takes the parameter, or what the feature before has returned, and returns a tensor that is sharded alike.
+        It takes the parameter, or the previous feature's result, and returns a tensor with the same sharding.
         """
         del name
         return None
 
     @property
     def adapter(self) -> Adapter | None:
-        """What is trained in place of the weights of the model."""
+        """The parameters to train instead of the model's weights."""
         return None
 
     # Forward passes
 
     @property
     def packer(self) -> Packer | None:
-        """What plans packs in place of the core. Read after the layout is chosen."""
+        """Plans packs instead of the core. Read after the layout is chosen."""
         return None
 
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> Rows | None:
@@ -157,7 +157,7 @@ class Feature:
     ) -> AbstractContextManager[None]:
         """Around the call of the base model and the head, inside the root's forward.
 
-        role: what the logprobs are for. inputs: the keyword arguments of the base model, to add to before entering.
+        role: what the logprobs are for. inputs: keyword arguments of the base model; add to them before entering.
         """
         del batch, rows, role, inputs
         return nullcontext()

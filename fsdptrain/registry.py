@@ -83,7 +83,7 @@ def given_objects(objects: Mapping[str, Any]) -> Iterator[None]:
 def import_attribute(path: str, *, flag: str) -> Any:
     """Import `package.module:attribute` or `folder/file.py:attribute`.
 
-    The current directory is on the import path, and that of the file, whose module is named like it.
+    The current directory and the file's folder are on the import path; the module has the file's name.
     """
     if path in _GIVEN.get():
         return _GIVEN.get()[path]

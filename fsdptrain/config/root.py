@@ -70,7 +70,7 @@ class Config(BaseModel):
 
     @property
     def sections(self) -> Iterator[Section]:
-        """All sections, those of the core first."""
+        """All sections, core sections first."""
         return (self.named(name) for name in all_sections())
 
     def named(self, name: str) -> Section:
@@ -184,7 +184,7 @@ class Config(BaseModel):
 
     @property
     def trains_zero_advantage(self) -> str:
-        """Option because of which samples with advantage 0 are computed like all others, or "" if they are skipped."""
+        """Return the option that requires computing samples with advantage 0, or "" if they are skipped."""
         loss = LOSS_OPTIONS.get(self.algorithm.loss)  # custom losses are unknown
         if loss is None or not loss.idle_at_zero_advantage:
             return f"--loss {self.algorithm.loss}"
@@ -195,7 +195,7 @@ class Config(BaseModel):
 
     @property
     def compute_dtype_name(self) -> Literal["bfloat16", "float16", "float32"]:
-        """Dtype of the computation; before `resolve_dtype`, that of an accelerator."""
+        """Compute dtype; before `resolve_dtype`, the default for accelerators."""
         if self.model.fp16:
             return "float16"
         return "bfloat16" if self.model.bf16 else "float32"
@@ -215,7 +215,7 @@ class Config(BaseModel):
 
     @property
     def on_policy(self) -> bool:
-        """Whether each rollout is one optimizer step, so the trained policy is the one that generated."""
+        """Whether each rollout is one optimizer step, so the samples come from the policy being trained."""
         return self.steps_per_rollout == 1
 
     @property
@@ -242,7 +242,7 @@ class Config(BaseModel):
 
     @property
     def scoring_temperature(self) -> float:
-        """Temperature for the trainer's logprobs: that of the rollout; 1 in supervised training."""
+        """Temperature of the trainer's logprobs: the rollout temperature; 1 in supervised training."""
         return 1.0 if self.algorithm.algorithm == "sft" else self.rollout.temperature
 
     @property

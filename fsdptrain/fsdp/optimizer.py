@@ -23,7 +23,7 @@ Schedule = Callable[[int], float]
 
 MAX_SKIPPED = 10  # steps with gradients that are not finite, in a row, that end a run
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
-_CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_scale; that of MPS ignores it
+_CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_scale; MPS ignores it
 
 # Fraction of (lr - min_lr) left when a fraction `x` in [0, 1] of the decay is done.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -83,7 +83,7 @@ class Optimizer:
     ) -> None:
         """`model` must already have its weights. The state is allocated here, so that steps need no more memory.
 
-        masters: parameters to update instead of those of the model; the caller creates them from these. total_norm:
+        masters: parameters to update instead of the model's, from which the caller creates them. total_norm:
         computes the gradient norm of these parameters over all ranks, if they are not DTensors. build: the function of
         --optimizer, if it was looked up before.
         """

@@ -33,7 +33,7 @@ def stream_weights(
     """Yield (name, full tensor) of everything in a checkpoint, on the device of the shards. Collective.
 
     Every rank must iterate to the end. Tied weights are yielded once. `module` names are those of
-    `model.named_parameters()`. `hub` names are those of the files: the conversions of transformers split fused experts.
+    `model.named_parameters()`. `hub` names are the names in the files: transformers' conversions split fused experts.
     Parameters are cast to `dtype` before the gather. Buffers (such as DeepSeek's routing bias) keep their dtype. Names
     are those of the model without the parameters that `features` add. Features apply changes to weights in float32.
     """
@@ -73,7 +73,7 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 @torch.no_grad()
 def full_weight(tensor: Tensor, dtype: torch.dtype, change: "ChangeWeight | None" = None) -> Tensor:
-    """Gather a parameter in `dtype`, or a buffer in its own. change: makes the shard to gather in place of `tensor`."""
+    """Gather a parameter in `dtype`, or a buffer in its own. change: replaces the shard before it is gathered."""
     dtype = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     if change is None:
         return full_tensor(tensor, dtype)

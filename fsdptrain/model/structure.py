@@ -78,7 +78,7 @@ def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules to shard one by one: the layers of a vision tower, then those of the language model."""
+    """Return the modules to shard one by one: vision layers, then language model layers."""
     return [*tower_layers(model), *decoder_layers(model)]
 
 

@@ -174,6 +174,6 @@ def build_parallel(config: Config, reward: "RewardFunction | WeightedSum") -> Pa
 
 
 def default_workers() -> int:
-    """Return the number of cores of this rank: those of the machine divided by its ranks; 1 to `MAX_WORKERS`."""
+    """Return the cores per rank of this machine, from 1 to `MAX_WORKERS`."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(usable_cores() // ranks, MAX_WORKERS))

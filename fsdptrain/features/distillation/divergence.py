@@ -1,6 +1,6 @@
 """Divergences of next-token distributions, computed from hidden states in chunks of tokens.
 
-The logits of one chunk of tokens exist at a time, those of the policy and those of the teacher. The backward pass
+Only one chunk of tokens has logits at a time, for policy and teacher. The backward pass
 computes them again; autograd differentiates the divergence of a chunk.
 """
 
@@ -52,7 +52,7 @@ class Head:
 class TopTokens:
     """The teacher's k most likely tokens of M positions, and all others as one outcome.
 
-    Their divergence is a lower bound of that of the whole vocabulary.
+    Their divergence is a lower bound of the divergence over the whole vocabulary.
     """
 
     ids: Tensor  # [M, k] i64
@@ -66,7 +66,7 @@ class TopTokens:
 
 
 def with_rest(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the logprobs of the tokens `ids` [C, k], then that of all others together: [C, k + 1]."""
+    """Return the logprobs of the tokens `ids` [C, k], then the logprob of all other tokens together: [C, k + 1]."""
     chosen, total = logits.gather(1, ids), logits.logsumexp(1, keepdim=True)
     rest = logits.scatter(1, ids, EXCLUDED).logsumexp(1, keepdim=True)
     return torch.cat([chosen, rest], dim=1) - total

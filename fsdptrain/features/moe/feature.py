@@ -32,7 +32,7 @@ class MoEFeature(Feature):
     """Replay of the experts of one run.
 
     Args:
-        replay: `scoring`: train with the experts of scoring; `rollout`: with those of the engine.
+        replay: `scoring`: train with the experts chosen in scoring; `rollout`: with the engine's experts.
         pack_copies: number of ranks that train on the same pack.
     """
 
@@ -66,7 +66,7 @@ class MoEFeature(Feature):
     def forward(
         self, batch: PackedBatch, rows: Rows, role: ForwardRole, inputs: dict[str, Any]
     ) -> AbstractContextManager[None]:
-        """Replay the routes of the pack, or record those of scoring by the policy. The reference chooses itself."""
+        """Replay the routes of the pack, or record them when the policy scores. The reference routes freely."""
         del inputs
         self._records = role == "policy" and self._scoring_records
         routes = None if role == "reference" else _routes_of(batch)
@@ -97,7 +97,7 @@ class MoEFeature(Feature):
 
 
 def _routes_of(batch: PackedBatch) -> Tensor | None:
-    """Return the experts to replay [T, layers, k]: those of the engine, or of scoring."""
+    """Return the experts to replay [T, layers, k], from the engine or from scoring."""
     return batch.extras.get(_ROUTES) if batch.routes is None else batch.routes
 
 
