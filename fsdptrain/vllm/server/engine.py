@@ -210,7 +210,7 @@ class VLLMServerEngine:
 
     def _choose(self, prompt: Prompt) -> VLLMClient:
         """The server with the fewest requests of this rank; among equals the same one for each call of an episode."""
-        start = zlib.crc32(prompt.id.partition("@")[0].encode()) % len(self.clients)
+        start = first_choice(prompt.id, len(self.clients))
         rotated = [*self.clients[start:], *self.clients[:start]]
         return min(rotated, key=lambda client: self._num_in_flight[client.url])
 
@@ -261,6 +261,11 @@ def _max_connections(num_servers: int) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     wanted = _MAX_IN_FLIGHT * num_servers
     return wanted if hard == resource.RLIM_INFINITY else max(1, min(wanted, hard // 2))
+
+
+def first_choice(prompt_id: str, num_servers: int) -> int:
+    """Return the same server for all calls of an episode, ROW@EPOCH#SAMPLE@CALL, and any for other episodes."""
+    return zlib.crc32((prompt_id.rpartition("@")[0] or prompt_id).encode()) % num_servers
 
 
 def _completion(prompt: Prompt, generation: Generation, *, with_routes: bool) -> Completion:

@@ -12,9 +12,17 @@ from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import ConfigError
 from fsdptrain.vllm.in_process import build_vllm_engine
 from fsdptrain.vllm.options import memory_utilization, routes_of, routes_options
+from fsdptrain.vllm.server.engine import first_choice
 from fsdptrain.vllm.worker.expert_names import missing_experts
 from tests.configs import CONFIGS
 from tests.testing import spawn
+
+
+@pytest.mark.parametrize("row", ["gsm8k:17", "gsm8k:17@3", "someone@example.org"])
+def test_calls_of_an_episode_start_at_one_server_and_episodes_at_any(row: str):
+    servers = [{first_choice(f"{row}#{sample}@{call}", 4) for call in range(5)} for sample in range(64)]
+    assert {len(found) for found in servers} == {1}
+    assert set().union(*servers) == {0, 1, 2, 3}
 
 
 def test_routes_are_requested_on_a_gpu_and_refused_elsewhere():
