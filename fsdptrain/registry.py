@@ -127,7 +127,15 @@ def suggest(name: str, known: Mapping[str, object] | list[str], *, cutoff: float
 
 def unknown_name(flag: str, name: str, known: Iterable[str], path: str = "package.module:function") -> str:
     """Return the line for a value of `flag` that is none of `known`. path: form of the names outside of the package."""
-    return f"{flag} does not know {name!r}{suggest(name, list(known))} (it takes {', '.join(known)} or {path})"
+    names = ", ".join(known)
+    return f"{flag} does not know {name!r}{suggest(name, list(known))} (it takes {names}{' or ' * bool(names)}{path})"
+
+
+def misnamed(flag: str, name: str, known: Iterable[str], plugins: str) -> list[str]:
+    """Return a line if `name` is none of `known`, no plug-in of the kind `plugins`, and no package.module:name."""
+    if ":" in name or name in known or name in plugin_names(plugins):
+        return []
+    return [unknown_name(flag, name, [*known, *plugin_names(plugins)], "package.module:name")]
 
 
 def plugin_names(kind: str) -> list[str]:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from fsdptrain.config.rules import COLUMN, NEUTRAL, RL_ONLY, Excludes, IdleWith, Package, Problem, Requires
 from fsdptrain.config.section import Names, Section
+from fsdptrain.registry import misnamed
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -102,6 +103,10 @@ class EnvironmentConfig(Section):
     and for an agent a third of --dist-timeout. [s]"""
     environment_workers: Annotated[int, NEUTRAL] = Field(default=32, ge=1)
     """Concurrent environment calls, or episodes of an agent, per rank. [threads]"""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.environment is not None:
+            yield from misnamed("--environment", self.environment, (), "environments")
 
     @property
     def has_episodes(self) -> bool:

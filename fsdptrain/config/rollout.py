@@ -7,10 +7,12 @@ from pydantic import Field
 
 from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, RL_ONLY, TUNING, IdleWith, Package, Problem, Requires
 from fsdptrain.config.section import Section
+from fsdptrain.registry import misnamed
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
+ENGINE_NAMES = ("auto", "hf", "vllm", "vllm-server")
 _NEEDS_LENGTH = Requires("@generates", "loss_aggregation=fixed_length", reason="with --algorithm sft: remove it")
 NEEDS_IN_FLIGHT = (
     "needs an engine that keeps requests across weight syncs, --rollout-engine vllm or vllm-server: set it to 0"
@@ -88,7 +90,8 @@ class RolloutConfig(Section):
     """Seed of sampling and of the prompt order."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
-        """Report lengths that do not fit into a pack or into the embedded engine's cache."""
+        """Report an unknown engine, and lengths that do not fit into a pack or into the embedded engine's cache."""
+        yield from misnamed("--rollout-engine", self.engine, ENGINE_NAMES, "rollout")
         budget, prompt, response = config.max_tokens_per_pack, self.max_prompt_len, self.max_response_len
         is_sft = config.algorithm.algorithm == "sft"
         if not is_sft and response >= budget:

@@ -17,7 +17,7 @@ from fsdptrain.config.rules import (
     Requires,
 )
 from fsdptrain.config.section import Names, Section
-from fsdptrain.registry import plugin_names, unknown_name
+from fsdptrain.registry import misnamed
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -113,8 +113,7 @@ class LogConfig(Section):
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         for name in self.to:
-            if name not in LOGGER_NAMES and ":" not in name and name not in plugin_names("loggers"):
-                yield unknown_name("--log-to", name, [*LOGGER_NAMES, *plugin_names("loggers")], "package.module:name")
+            yield from misnamed("--log-to", name, LOGGER_NAMES, "loggers")
         if len(set(self.to)) < len(self.to):
             yield f"--log-to names a logger twice: {', '.join(self.to)}"
         if all(name == "console" for name in self.to):

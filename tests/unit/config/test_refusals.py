@@ -114,7 +114,7 @@ COMPUTED = """
 --hf-checkpoint '' | --hf-checkpoint; Qwen/Qwen3-4B | --hf-checkpoint x
 --fp16 --bf16 | --fp16; --no-bf16 | --no-bf16
 --reward-timeout 901 | --reward-timeout 901; --dist-timeout | --dist-timeout 3600
---prompt-data environment | --prompt-data; --environment | --environment calculator
+--prompt-data environment | --prompt-data; --environment | --environment my:calculator
 --eval-prompt-data environment | --eval-prompt-data; held out | --eval-prompt-data None
 --optimizer adam | --optimizer; 'adamw' | --optimizer adamw
 --optimizer muon --offload-optimizer | --offload-optimizer; --optimizer muon | --optimizer adamw
