@@ -37,11 +37,13 @@ class SampleBuilder:
     max_prompt_len: int  # tokens before the first trained one
     max_tokens: int | None = None  # of a sample; None: longer ones are handled elsewhere
     budget: str = ""  # the options that set `max_tokens`
+    num_tokens: int | None = None  # of the model's vocabulary; None: unknown
 
     @classmethod
-    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "SampleBuilder":
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int | None) -> "SampleBuilder":
         limit = config.max_tokens_per_pack if config.batch.overlong_samples == "drop" else None
-        return cls(tokenizer, config.data, config.sft.loss_on, config.prompt_budget, limit, config.pack_budget)
+        limits = (config.prompt_budget, limit, config.pack_budget, num_tokens)
+        return cls(tokenizer, config.data, config.sft.loss_on, *limits)
 
     def build(self, prompt: Prompt) -> Sample:
         """Return the sample of an untokenized prompt, or of one with images. Raises UnusableRowError."""
@@ -51,6 +53,13 @@ class SampleBuilder:
             kind = error.kind if isinstance(error, UnusableRowError) else "template"
             named = str(error) if prompt.id in str(error) else f"row {prompt.id}: {error}"
             raise UnusableRowError(kind, named) from error
+        largest = max(sample.token_ids)
+        if self.num_tokens is not None and largest >= self.num_tokens and prompt.images is None:
+            raise UnusableRowError(
+                "unknown token",
+                f"row {prompt.id} has token {largest}, and the model has {self.num_tokens} tokens: the tokenizer has "
+                "added tokens for which the model was not resized",
+            )
         if True not in sample.loss_mask[1:]:
             raise UnusableRowError("no trained token", f"row {prompt.id} has no token to train on")
         if sample.loss_mask.index(True) > self.max_prompt_len:

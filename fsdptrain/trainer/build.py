@@ -123,16 +123,16 @@ def prepare(
         advantages = advantage_rule(config)
         with stage("reading --prompt-data"):
             data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
-        builder = sample_builder(config, tokenizer, data.stream)
+        builder = sample_builder(config, files, tokenizer, data.stream)
         make_engine = engine_factory(config.rollout.engine) if config.generates else None
         if environment is not None and environment.is_agent:
             _ = AGENT_SAMPLER["agent"]  # imports the packages of agents
     require_same_data(data.stream)
     held_out = None
-    if data.supervised:
+    if builder is not None and data.supervised:
         from fsdptrain.trainer.sft_evaluation import held_out_samples
 
-        held_out = held_out_samples(config, tokenizer, data)
+        held_out = held_out_samples(config, builder, data)
     with stage("trying --reward"):
         rewards = open_rewards(config, reward_function, data, environment, stack) if make_engine else None
     parts = (config, features, environment, tokenizer, folder, loss, advantages, data, builder, held_out)

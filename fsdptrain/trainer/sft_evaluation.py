@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerBase
-
 from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.data.sft import SampleBuilder
@@ -64,7 +62,7 @@ class LossEvaluation:
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}, []
 
 
-def held_out_samples(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> list[Sample]:
+def held_out_samples(config: Config, builder: SampleBuilder, data: RunData) -> list[Sample]:
     """Build this rank's samples of held-out rows. Leaves out, with a warning, what cannot be trained on.
 
     Raises DataError if no row is usable. Collective.
@@ -72,7 +70,7 @@ def held_out_samples(config: Config, tokenizer: PreTrainedTokenizerBase, data: R
     own = config.data.eval_prompt_data
     where = f"--eval-prompt-data {own}" if own else f"--prompt-data {config.data.prompt_data}"
     with raise_on_all_ranks(DataError, where):
-        samples, refused = build_samples(SampleBuilder.of(config, tokenizer), own_share(data.supervised))
+        samples, refused = build_samples(builder, own_share(data.supervised))
     refused = sum(gather(refused), Refusals())
     count = refused.counts.total()
     if count == len(data.supervised):

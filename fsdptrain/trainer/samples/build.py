@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -88,14 +89,18 @@ def build_sampler(
     return MultiTurn.of(config, tokenizer, environment=environment, **options)
 
 
-def sample_builder(config: Config, tokenizer: PreTrainedTokenizerBase, stream: PromptStream) -> "SampleBuilder | None":
+def sample_builder(
+    config: Config, files: Path, tokenizer: PreTrainedTokenizerBase, stream: PromptStream
+) -> "SampleBuilder | None":
     """Return the builder of supervised samples; None in RL. Raises DataError if none of the first rows is usable."""
     if config.algorithm.algorithm != "sft":
         return None
     from fsdptrain.data.sft import SampleBuilder
+    from fsdptrain.model.loading.meta import model_config
     from fsdptrain.trainer.samples.sft import check_first_rows
 
-    builder = SampleBuilder.of(config, tokenizer)
+    model = model_config(files, trust_remote_code=config.model.trust_remote_code).get_text_config(decoder=True)
+    builder = SampleBuilder.of(config, tokenizer, num_tokens=getattr(model, "vocab_size", None))
     if config.run.num_rollout:
         check_first_rows(stream, builder)
     return builder

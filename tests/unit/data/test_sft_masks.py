@@ -197,3 +197,11 @@ def test_bounds_by_offsets_lie_between_tokens(text: str) -> None:
         found, by_prefix = before(offsets, place), before([], place)
         assert found == by_prefix or by_prefix is None
         assert found is None or encoder.tokenizer.decode(ids[:found]) == text[:place]
+
+
+def test_a_row_with_a_token_that_the_model_lacks_is_named() -> None:
+    row = {"prompt": "2+2?", "completion": "four"}
+    largest = max(sample_of(row).token_ids)
+    assert sample_of(row, limits={"num_tokens": largest + 1}) == sample_of(row)
+    with pytest.raises(DataError, match=f"row dataset:0 has token {largest}, and the model has {largest} tokens"):
+        sample_of(row, limits={"num_tokens": largest})
