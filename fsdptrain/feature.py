@@ -101,7 +101,6 @@ class Feature:
 
         Raises ConfigError on all ranks if the model does not support the options.
         """
-        del config, checkpoint
         return cls()
 
     @property
@@ -132,7 +131,6 @@ class Feature:
 
         It takes the parameter, or the previous feature's result, and returns a tensor with the same sharding.
         """
-        del name
         return None
 
     @property
@@ -149,7 +147,6 @@ class Feature:
 
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> Rows | None:
         """Another arrangement of the pack than the core's. attention: the implementation that the model has."""
-        del batch, layout, attention
         return None
 
     def forward(
@@ -159,7 +156,6 @@ class Feature:
 
         role: what the logprobs are for. inputs: keyword arguments of the base model; add to them before entering.
         """
-        del batch, rows, role, inputs
         return nullcontext()
 
     def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
@@ -167,7 +163,6 @@ class Feature:
 
         Those of scoring by the policy, [T, ...] and exact in float32, also end in `PackedBatch.extras`, for training.
         """
-        del batch, rows, output
         return {}
 
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
@@ -176,7 +171,6 @@ class Feature:
 
     def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
         """Record the experts that the engine's model chooses: (lengths of prompts, prompt of each row) -> recorder."""
-        del model
         return None
 
     # Steps
@@ -187,7 +181,6 @@ class Feature:
 
     def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch]) -> Metrics:
         """Before the first pack of an optimizer step. Returns metrics of the step, the same on every rank."""
-        del model, batches
         return {}
 
     def loss_function(self, stock: "Loss") -> "Loss":

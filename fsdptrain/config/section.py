@@ -33,12 +33,10 @@ class Section(BaseModel):
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         """Yield one line for each invalid combination that rules of fields cannot state."""
-        del config
         return iter(())
 
     def launch_problems(self, world_size: int, local_world_size: int) -> Iterator[str]:
         """Yield one line for each option that does not work with this number of ranks, in all and per node."""
-        del world_size, local_world_size
         return iter(())
 
 

@@ -17,9 +17,7 @@ class CheckpointingFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "CheckpointingFeature":
-        del checkpoint
         return cls(on_host=config.section(ActivationMemoryConfig).offload_activations)
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        del meshes
         enable_gradient_checkpointing(model, on_host=self._on_host)

@@ -28,13 +28,11 @@ from fsdptrain.model.structure import decoder_layers
 class CompileFeature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "CompileFeature":
-        del config, checkpoint
         with raise_on_all_ranks(ConfigError, "--compile"):
             check_compiler(platform.device_type())
         return cls()
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        del meshes
         with raise_on_all_ranks(ConfigError, "--compile"):
             compile_layers(model)
 

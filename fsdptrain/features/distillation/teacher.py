@@ -58,7 +58,6 @@ class TeacherOutputs(Feature):
     model: PreTrainedModel | None = None
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        del meshes
         self.model = model
 
     def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:

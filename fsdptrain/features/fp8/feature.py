@@ -35,7 +35,6 @@ class Fp8Feature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "Fp8Feature":
-        del config, checkpoint
         with raise_on_all_ranks(ConfigError, "--fp8"):
             if platform.device_type() == "cuda" and torch.cuda.get_device_capability() < _ADA:
                 found = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -47,11 +46,9 @@ class Fp8Feature(Feature):
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         """Find the layers. `verify` changes them."""
-        del meshes
         self._found = float8_layers(model)
 
     def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
-        del model, probe, vocab_size
         for layer in self._found:
             _convert(layer)
         emulated = "" if platform.device_type() == "cuda" else ", emulated"

@@ -36,13 +36,11 @@ class LigerFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LigerFeature":
-        del checkpoint
         _require()
         return cls(compute_dtype=getattr(torch, config.compute_dtype_name))
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         """Refuse a model that liger-kernel does not know; `verify` replaces the modules."""
-        del meshes
         _require(model.config.model_type)
 
     def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:

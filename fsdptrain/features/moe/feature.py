@@ -58,7 +58,6 @@ class MoEFeature(Feature):
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes | None = None) -> None:
         """Wrap the routers. Runs after gradient checkpointing is enabled and before sharding."""
-        del meshes
         choice = expert_choice(model.config)
         if choice is not None:
             self._replay = RouterReplay(model, choice)
@@ -67,7 +66,6 @@ class MoEFeature(Feature):
         self, batch: PackedBatch, rows: Rows, role: ForwardRole, inputs: dict[str, Any]
     ) -> AbstractContextManager[None]:
         """Replay the routes of the pack, or record them when the policy scores. The reference routes freely."""
-        del inputs
         self._records = role == "policy" and self._scoring_records
         routes = None if role == "reference" else _routes_of(batch)
         if self._replay is None or (routes is None and not self._records):
@@ -75,7 +73,6 @@ class MoEFeature(Feature):
         return self._replay.choosing(None if routes is None else rows.scatter(routes, fill=NO_ROUTE))
 
     def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
-        del batch, output
         if not self._records:
             return {}
         assert self._replay is not None

@@ -61,7 +61,6 @@ class SharedPrefixRows(PackedRows):
         return 1, self._shared.num_tokens
 
     def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
-        del pad_token_id
         batch, shared = self.batch, self._shared
         own = tuple(x - y for x, y in zip(batch.seqlens, shared.lengths, strict=True))
         of_keys = Boundaries(batch.seqlens, batch.cu_seqlens, padded=False)
@@ -75,7 +74,6 @@ class SharedPrefixRows(PackedRows):
         }
 
     def scatter(self, values: Tensor, *, fill: int) -> Tensor:
-        del fill
         return values.index_select(0, self._shared.computed)
 
     def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 class PrefixSharingFeature(Feature):
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        del meshes
         require_structure(model)
 
     def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:

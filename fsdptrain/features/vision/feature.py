@@ -40,7 +40,6 @@ class VisionFeature(Feature):
         return self._processor
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes | None = None) -> None:
-        del meshes
         self._vision = Vision(model, self._blank)
 
     def forward(
