@@ -5,7 +5,6 @@ either: it can only be replaced for all models.
 """
 
 import logging
-import math
 import sys
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import one_line, raise_on_all_ranks, sum_over_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
-from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.policy import TOLERANCES, evaluating, over_ranks, plain_batch, policy_logprobs
 from fsdptrain.model.probes.layout import LayoutProbe, probe_segments
 from fsdptrain.model.rows import Layout
@@ -36,12 +35,11 @@ class LigerFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LigerFeature":
-        _require()
+        with raise_on_all_ranks(ConfigError, "--liger"):
+            model_type = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).model_type
+            if problem := obstacle(model_type):
+                raise ConfigError(f"--liger {problem}")
         return cls(compute_dtype=getattr(torch, config.compute_dtype_name))
-
-    def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
-        """Refuse a model that liger-kernel does not know; `verify` replaces the modules."""
-        _require(model.config.model_type)
 
     def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         """Replace the modules. Raises ConfigError if that changes logprobs or gradients beyond rounding. Collective."""
@@ -54,12 +52,10 @@ class LigerFeature(Feature):
             raise
         except Exception as error:  # Triton raises many kinds; the same on every rank
             raise ConfigError(f"--liger does not work with {name}: {one_line(error)}; leave it out") from error
-        of_logprobs, tolerance = over_ranks((found - wanted).abs().mean().item()), TOLERANCES[self._dtype]
-        rounding = torch.finfo(self._dtype).eps
-        of_gradients, bound = (
-            _largest_difference(gradients, wanted_gradients, rounding),
-            max(1e-4, _ROUNDINGS * rounding),
-        )
+        rounding, tolerance = torch.finfo(self._dtype).eps, TOLERANCES[self._dtype]
+        bound = max(1e-4, _ROUNDINGS * rounding)
+        of_logprobs = over_ranks((found - wanted).abs().mean().item())
+        of_gradients = _largest_difference(gradients, wanted_gradients, rounding)
         if not (of_logprobs <= tolerance and of_gradients <= bound):  # also rejects nan
             raise ConfigError(
                 f"--liger changes the logprobs of {name} by {of_logprobs:.2g} (tolerance {tolerance:g}) and a gradient "
@@ -68,20 +64,14 @@ class LigerFeature(Feature):
         log.info("liger kernels in norms and MLPs (probe: logprobs %.2g, gradients %.2g)", of_logprobs, of_gradients)
 
 
-def _require(model_type: str | None = None) -> None:
-    with raise_on_all_ranks(ConfigError, "--liger"):
-        if problem := obstacle(model_type):
-            raise ConfigError(f"--liger {problem}")
-
-
-def obstacle(model_type: str | None = None) -> str:
+def obstacle(model_type: str) -> str:
     """Return why the kernels cannot run here, or not for models of `model_type`, as the end of a message, or ""."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     from triton import knobs
 
     if not platform.has_accelerator() and not knobs.runtime.interpret:
         return "needs a GPU and none is available: leave it out"
-    if model_type is not None and model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return f"has no kernels for models of type {model_type}: leave it out"
     return ""
 
@@ -113,8 +103,8 @@ def _largest_difference(found: list[Tensor], wanted: list[Tensor], rounding: flo
 
     The norm counts as at least `rounding` times that of all gradients: the gradient of some biases is only rounding.
     """
-    squares = sum_over_ranks([x.double().square().sum().item() for x in wanted])
     differences = sum_over_ranks([(a - b.double()).square().sum().item() for a, b in zip(found, wanted, strict=True)])
+    squares = sum_over_ranks([x.double().square().sum().item() for x in wanted])
     least = max(rounding**2 * sum(squares), torch.finfo(torch.float32).tiny)
-    ratios = [(difference / max(square, least)) ** 0.5 for difference, square in zip(differences, squares, strict=True)]
-    return max(ratios) if all(map(math.isfinite, ratios)) else math.inf  # max() passes over nan
+    ratios = torch.tensor(differences, dtype=torch.float64) / torch.tensor(squares, dtype=torch.float64).clamp(least)
+    return ratios.max().sqrt().item()  # nan if one is

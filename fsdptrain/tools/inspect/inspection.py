@@ -136,11 +136,8 @@ def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
     if config.section(LigerConfig).liger:
         check_packages(config, [LigerConfig.NAME])
         problem = obstacle(model.config.model_type)
-        yield (
-            Kernel("norms, MLPs", "transformers", wanted="liger", reason=f"--liger {problem}")
-            if problem
-            else Kernel("norms, MLPs", "liger")
-        )
+        stock = Kernel("norms, MLPs", "transformers", wanted="liger", reason=f"--liger {problem}")
+        yield stock if problem else Kernel("norms, MLPs", "liger")
 
 
 def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:

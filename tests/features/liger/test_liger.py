@@ -12,6 +12,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.liger import feature as liger
 from fsdptrain.features.liger.feature import LigerFeature
+from tests import zoo
 
 INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("triton", "liger_kernel"))
 
@@ -29,7 +30,8 @@ def test_the_kernels_compute_what_the_modules_do() -> None:
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs triton and liger-kernel: Linux only")
-def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.meta("qwen3").config.save_pretrained(tmp_path)
     monkeypatch.setattr(liger.platform, "has_accelerator", lambda: False)
     with pytest.raises(ConfigError, match=r"^--liger needs a GPU and none is available: leave it out$"):
-        LigerFeature.create(Config(hf_checkpoint="any", liger=True), Path())
+        LigerFeature.create(Config(hf_checkpoint="any", liger=True), tmp_path)
