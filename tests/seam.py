@@ -9,9 +9,6 @@ from transformers import PreTrainedModel
 
 from fsdptrain.enabled_features import Features
 from fsdptrain.feature import Feature
-from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.feature import ContextParallelFeature
-from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
@@ -43,13 +40,6 @@ def random_pack(lengths: Sequence[int], seed: int = 0) -> PackedBatch:
     generator = torch.Generator().manual_seed(seed)
     segments = [torch.randint(5, zoo.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
     return plain_batch(segments, device=CPU)
-
-
-def context_parallel(group: UlyssesGroup) -> ContextParallelFeature:
-    """Tokens over `group`."""
-    feature = ContextParallelFeature(ContextParallelConfig(context_parallel_size=group.size))
-    feature.attach(group)
-    return feature
 
 
 def prefix_sharing() -> Features:

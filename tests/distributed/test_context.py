@@ -10,13 +10,14 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdptrain.enabled_features import Features
+from fsdptrain.features.context_parallel.feature import ContextParallelFeature
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention, set_attention
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
 from tests import zoo
 from tests.exact import Exact, in_float64
 from tests.matrix import only
-from tests.seam import context_parallel, install_replay, routed_logprobs
+from tests.seam import install_replay, routed_logprobs
 from tests.sweep import sweep
 from tests.testing import spawn
 
@@ -29,7 +30,7 @@ def replayed() -> tuple[bool, bool, bool]:
     found = []
     for shared in (False, True):
         model = in_float64(zoo.build("qwen3_moe"))
-        more = [context_parallel(UlyssesGroup.of(init_device_mesh("cpu", (2,))))] if shared else []
+        more = [ContextParallelFeature(UlyssesGroup.of(init_device_mesh("cpu", (2,))))] if shared else []
         install_replay(model, chunk_size=7, more=more)
         register_attention()
         set_attention(model, SEGMENTS)
@@ -57,7 +58,7 @@ def kept(size: int) -> int:
     register_attention()
     model = zoo.build("qwen3", num_key_value_heads=4, max_position_embeddings=4096)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("shard", "context"))
-    features = [context_parallel(UlyssesGroup.of(mesh["context"]))] if size > 1 else []
+    features = [ContextParallelFeature(UlyssesGroup.of(mesh["context"]))] if size > 1 else []
     install_policy_forward(model, chunk_size=256, features=Features(features))
     set_attention(model, SEGMENTS)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -22,29 +22,21 @@ from fsdptrain.types import PackedBatch
 
 
 class ContextParallelFeature(Feature):
-    def __init__(self, config: ContextParallelConfig, *, tensor_size: int = 1) -> None:
-        """tensor_size: ranks over which tensor parallelism splits the heads too."""
-        self._config = config
-        self._tensor_size = tensor_size
-        self._group: UlyssesGroup | None = None
+    def __init__(self, group: UlyssesGroup | None = None) -> None:
+        """group: the ranks to distribute tokens over; None: those of the meshes."""
+        self._group = group
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
-        section, tensor_size = config.section(ContextParallelConfig), config.ranks_along("tensor")
         model = meta_model_of(checkpoint, config)
         with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
+            section, tensor_size = config.section(ContextParallelConfig), config.ranks_along("tensor")
             check_context_parallel(model, section, tensor_size=tensor_size)
-        return cls(section, tensor_size=tensor_size)
+        return cls()
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         assert meshes.context is not None
-        with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            check_context_parallel(model, self._config, tensor_size=self._tensor_size)
-        self.attach(UlyssesGroup.of(meshes.context))
-
-    def attach(self, group: UlyssesGroup) -> None:
-        """Distribute tokens over `group`."""
-        self._group = group
+        self._group = UlyssesGroup.of(meshes.context)
 
     def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
         """Refuse what every rank computes whole: stock attention, and padded rows."""
