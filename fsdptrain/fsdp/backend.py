@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,19 +164,13 @@ class FSDPBackend:
             self.features.adapter.export(target, self._export_model)
 
     def _export_model(self, target: Path) -> None:
-        from fsdptrain.fsdp.export import export_dtype, export_hf
+        from fsdptrain.fsdp.export import ExportDtypes, export_dtype, export_hf
         from fsdptrain.rollout.stop_tokens import new_stop_tokens
 
         source = self.checkpoint_path
-        export_hf(
-            self._model,
-            source,
-            target,
-            dtype=export_dtype(self._config, source),
-            computed=self.compute_dtype,
-            features=self.features,
-            stop=new_stop_tokens(source, self._model.config, self._config),
-        )
+        dtypes = ExportDtypes(source, export_dtype(self._config, source), self.compute_dtype)
+        stream = partial(stream_weights, self._model, naming="hub", features=self.features)
+        export_hf(target, dtypes, stream, stop=new_stop_tokens(source, self._model.config, self._config))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and parameters to the host until `onload`. Tensors that are not on the device stay.

@@ -1,10 +1,10 @@
-"""Export a sharded model as a Hugging Face folder, written by rank 0."""
+"""Export a model as a Hugging Face folder, written by rank 0."""
 
 import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
@@ -14,15 +14,12 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.export_folder import MARKER, publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
-from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.loading.files import weight_files
 from fsdptrain.model.loading.formats import read_config
 
@@ -137,36 +134,29 @@ def _entries(source: Path) -> Iterator[tuple[str, Any]]:
 
 
 def export_hf(
-    model: PreTrainedModel,
-    source: Path,
     target: Path,
+    dtypes: ExportDtypes,
+    stream: Callable[..., Iterator[tuple[str, Tensor]]],
     *,
-    dtype: torch.dtype,
-    computed: torch.dtype | None = None,
-    features: Features = NO_FEATURES,
     max_file_bytes: int = FILE_BYTES,
     stop: Sequence[int] = (),
 ) -> None:
-    """Write `model` as a folder like `source`, the checkpoint that it was loaded from. Collective.
+    """Write the weights of `stream(dtype=...)` as a folder like the source of `dtypes`. Collective.
 
-    dtype, computed: see `ExportDtypes`; without `computed`, the model computes in `dtype`.
     stop: see `copy_rest`.
 
     Tokenizer, generation config, custom code and all other non-weight files are copied. The complete folder is renamed
     to `target` and replaces an older export. Raises CheckpointError on every rank.
     """
-    temporary = temporary_of(target)
-    failure = f"the model cannot be exported to {target}"
+    temporary, failure = temporary_of(target), f"the model cannot be exported to {target}"
     with raise_on_all_ranks(CheckpointError, failure):
-        dtypes = ExportDtypes(source, dtype, computed or dtype)
         streamed = dtypes.streamed
-    stream = stream_weights(model, dtype=streamed, naming="hub", features=features)
-    write_stream(temporary, dtypes.cast(stream), failure=failure, max_bytes=max_file_bytes)
+    write_stream(temporary, dtypes.cast(stream(dtype=streamed)), failure=failure, max_bytes=max_file_bytes)
     with raise_on_all_ranks(CheckpointError, failure):
         if dist.get_rank() == 0:
             dtypes.tell()
             dtypes.write_config(temporary)
-            copy_rest(source, temporary, stop=stop)
+            copy_rest(dtypes.source, temporary, stop=stop)
             publish_folder(target)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.fsdp.export import ExportDtypes, export_dtype
+from fsdptrain.fsdp.export import ExportDtypes, export_dtype, export_hf
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
@@ -29,7 +30,6 @@ from fsdptrain.megatron.model import build_model, build_options, has_transformer
 from fsdptrain.megatron.parity import check_parity, small_models
 from fsdptrain.megatron.report import kernels_of, report_lines
 from fsdptrain.megatron.storage import (
-    export_hf,
     identity,
     load_checkpoint,
     load_tensors,
@@ -160,7 +160,7 @@ class MegatronBackend:
         source = self.checkpoint_path
         dtypes = ExportDtypes(source, export_dtype(self._config, source), self.compute_dtype)
         stop = new_stop_tokens(source, self._stock.config, self._config)
-        export_hf(self.weights, self._masters, target, dtypes, stop=stop)
+        export_hf(target, dtypes, partial(self.weights.stream, of=self._masters.whole_master), stop=stop)
 
     def save(self, directory: Path, step: int) -> None:
         """Save to an existing folder: see `CheckpointFolder.write`."""

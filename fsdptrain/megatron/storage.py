@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a megatron-core model, with tensors named as in the Hugging Face files.
+"""Checkpoints of a megatron-core model, with tensors named as in the Hugging Face files.
 
 The files do not depend on the parallel sizes, so a run can resume with different ones. Adam's moments are converted by
 the same table as the weights, which only rearranges values.
@@ -10,22 +10,19 @@ Rank 0 writes tensor by tensor while all ranks gather.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_rng, read_state, write_state
-from fsdptrain.fsdp.export import ExportDtypes, copy_rest
-from fsdptrain.fsdp.export_folder import publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.megatron.masters import Masters
@@ -50,14 +47,16 @@ def save_checkpoint(
 ) -> None:
     """Save to `directory`, which must exist. model: the result of `identity`. Collective."""
     state = optimizer.tensors()
-    write_masters(directory / WEIGHTS, weights, masters, torch.float32)
+    failure = f"checkpoint {directory} cannot be written"
+    whole = weights.stream(dtype=torch.float32, of=masters.whole_master)
+    write_stream(directory / WEIGHTS, whole, failure=failure)
     for moment in MOMENTS:
         parts = weights.stream(
             dtype=torch.float32,
             of=lambda name, kind=moment: masters.whole(name, state.get(f"{name}.{kind}")),
             only_parameters=True,
         )
-        write_stream(directory / moment, parts, failure=f"checkpoint {directory} cannot be written")
+        write_stream(directory / moment, parts, failure=failure)
     counts = {int(tensor) for name, tensor in state.items() if name.endswith(".step")}
     assert len(counts) == 1, "all parameters are updated together"
     write_state(directory, step=step, model=model, optimizer=optimizer.state_dict() | {"adam_steps": counts.pop()})
@@ -95,29 +94,3 @@ def load_tensors(
     shapes = {name: tuple(t.shape) for name, t in weights.plan(only_parameters=only_parameters).items()}
     with open_files(folder, shapes, ignored=weights.ignored) as source:
         weights.load(source, put, only_parameters=only_parameters)
-
-
-def write_masters(folder: Path, weights: WeightMap, masters: Masters, dtype: torch.dtype) -> None:
-    """Write the float32 weights in `dtype`, and the buffers in their own dtype. Collective."""
-    stream = weights.stream(dtype=dtype, of=masters.whole_master)
-    write_stream(folder, stream, failure=f"{folder} cannot be written")
-
-
-def export_hf(
-    weights: WeightMap, masters: Masters, target: Path, dtypes: ExportDtypes, *, stop: Sequence[int] = ()
-) -> None:
-    """Export to a folder like the source of `dtypes`, readable by `from_pretrained`. Collective.
-
-    The folder is renamed to `target` once it is complete. stop: see `copy_rest`.
-    """
-    temporary, failure = temporary_of(target), f"the model cannot be exported to {target}"
-    with raise_on_all_ranks(CheckpointError, failure):
-        streamed = dtypes.streamed
-    stream = weights.stream(dtype=streamed, of=masters.whole_master)
-    write_stream(temporary, dtypes.cast(stream), failure=failure)
-    with raise_on_all_ranks(CheckpointError, failure):
-        if dist.get_rank() == 0:
-            dtypes.tell()
-            dtypes.write_config(temporary)
-            copy_rest(dtypes.source, temporary, stop=stop)
-            publish_folder(target)

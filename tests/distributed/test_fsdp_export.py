@@ -1,16 +1,17 @@
 """Export of sharded models: what was loaded comes out bitwise, by the names of the files."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.export import export_hf
+from fsdptrain.fsdp.export import ExportDtypes, export_hf
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.structure import reshard
@@ -39,11 +40,15 @@ def in_bfloat16(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "nested": {"dtype": "bfloat16"}}))
 
 
+def export(model: PreTrainedModel, source: str, target: Path, dtype: torch.dtype, **options: int) -> None:
+    export_hf(target, ExportDtypes(Path(source), dtype, dtype), partial(stream_weights, model, naming="hub"), **options)
+
+
 def export_many(sources: list[str], targets: list[str], dtype: torch.dtype = torch.float32):
     for source, target in zip(sources, targets, strict=True):
         model = load_sharded(source)
         model(torch.arange(5, 25)[None], use_cache=False)  # groups that stay gathered must not be exported stale
-        export_hf(model, Path(source), Path(target), dtype=dtype, max_file_bytes=100_000)
+        export(model, source, Path(target), dtype, max_file_bytes=100_000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -112,14 +117,14 @@ def test_module_names_are_those_of_the_modules_and_buffers_keep_their_dtype(tmp_
 def export_again(source: str, target: str, blocked: str):
     """To bf16 over an older export, after a change; and to a place where a file is in the way."""
     model = load_sharded(source)
-    export_hf(model, Path(source), Path(target), dtype=torch.float32)
+    export(model, source, Path(target), torch.float32)
     reshard(model)
     with torch.no_grad():
         for p in model.parameters():
             local_shard(p).mul_(2.0)
-    export_hf(model, Path(source), Path(target), dtype=torch.bfloat16)
+    export(model, source, Path(target), torch.bfloat16)
     with pytest.raises(CheckpointError) as caught:
-        export_hf(model, Path(source), Path(blocked) / "hf", dtype=torch.float32)
+        export(model, source, Path(blocked) / "hf", torch.float32)
     return str(caught.value), dist.get_rank()
 
 
