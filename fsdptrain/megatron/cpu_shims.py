@@ -6,13 +6,15 @@ Shims are installed by one explicit call, never by an import, and are rejected i
 
 import contextlib
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.megatron.requirement import require_megatron
+
+TESTED = ((0, 16), (0, 17))  # megatron-core versions: minimum (inclusive), maximum (exclusive)
 
 
 class _HostTorch:
@@ -43,6 +45,25 @@ def prepare_megatron() -> None:
     require_megatron()
     if not platform.has_accelerator():
         install_cpu_shims()
+
+
+def require_megatron() -> str:
+    """Return the version of megatron-core.
+
+    Raises ConfigError if megatron-core or einops is missing, or if the version is not tested.
+    """
+    remedy = "pip install 'fsdptrain[megatron]', or use --backend fsdp"
+    try:
+        found = version("megatron-core")
+        version("einops")
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"--backend megatron needs megatron-core and einops ({error} is missing): {remedy}"
+        ) from error
+    low, high = TESTED
+    if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
+        raise ConfigError(f"--backend megatron is tested with megatron-core 0.16, got {found}: {remedy}")
+    return found
 
 
 def install_cpu_shims() -> None:

@@ -33,7 +33,6 @@ from transformers import PreTrainedConfig
 from fsdptrain import platform
 from fsdptrain.megatron import model as own
 from fsdptrain.megatron.cpu_shims import quiet_megatron
-from fsdptrain.megatron.local_spec import mark_sequence_parallel
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, Boundaries, attention_kwargs, resolve_attention
 from fsdptrain.model.structure import base_model, decoder_layers
@@ -159,7 +158,7 @@ class HFNorm:
     def __new__(
         cls, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6, *, modules: HFModules
     ) -> nn.Module:
-        return mark_sequence_parallel(modules.norm_class(hidden_size, eps=eps).to(config.params_dtype), config)
+        return own.mark_sequence_parallel(modules.norm_class(hidden_size, eps=eps).to(config.params_dtype), config)
 
 
 def layer_spec(

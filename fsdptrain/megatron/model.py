@@ -13,7 +13,6 @@ from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron, quiet_megatron
 from fsdptrain.megatron.groups import process_groups
-from fsdptrain.megatron.local_spec import completed
 from fsdptrain.megatron.transformer_config import rotary_options, transformer_config, wraps
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.meta import build_meta_model
@@ -68,13 +67,33 @@ def layer_spec(
     Functions passed to --megatron-spec have this signature.
     """
     with quiet_megatron():
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.models import backends
+        from megatron.core.models.gpt import gpt_layer_specs
 
     engine = has_transformer_engine()
-    block = get_gpt_decoder_block_spec(
+    if not engine:
+        backends.WrappedTorchNorm = gpt_layer_specs.LNImpl = LocalNorm  # type: ignore[misc, assignment]
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
         transformer_config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    return block if engine else completed(block)
+
+
+class LocalNorm:
+    """Creates torch's RMSNorm where megatron-core would, which rejects it under sequence parallelism: see below."""
+
+    def __new__(cls, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6) -> nn.Module:
+        norm = nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        return mark_sequence_parallel(norm, config)
+
+
+def mark_sequence_parallel(norm: nn.Module, config: "TransformerConfig") -> nn.Module:
+    """Mark the parameters of `norm` for sequence parallelism.
+
+    Each rank then has the gradient of a part of the tokens; megatron-core sums the gradients of marked parameters.
+    """
+    for parameter in norm.parameters():
+        vars(parameter)["sequence_parallel"] = config.sequence_parallel
+    return norm
 
 
 def build_model(

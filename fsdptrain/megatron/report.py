@@ -8,9 +8,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
+from fsdptrain.megatron.cpu_shims import require_megatron
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import has_transformer_engine
-from fsdptrain.megatron.requirement import require_megatron
 from fsdptrain.model.probes.kernels import Kernel, recurrent_kernels
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 
 def identity(stock: PreTrainedModel, weights: WeightMap) -> dict[str, Any]:
     """Return values that identify a model independently of its parallel sizes."""
-    shapes = sorted((name, list(tensor.shape)) for name, tensor in weights.plan().items())
+    shapes = sorted((name, list(shape)) for name, shape in weights.shapes().items())
     return {
         "class": f"{type(stock).__name__} on megatron-core",
         "num_parameters": sum(p.numel() for p in stock.parameters()),
@@ -91,6 +91,5 @@ def load_tensors(
     only_parameters: bool = False,
 ) -> None:
     """Load the files of `write_stream` into this rank's model. Arguments as in `WeightMap.load`."""
-    shapes = {name: tuple(t.shape) for name, t in weights.plan(only_parameters=only_parameters).items()}
-    with open_files(folder, shapes, ignored=weights.ignored) as source:
+    with open_files(folder, weights.shapes(only_parameters=only_parameters), ignored=weights.ignored) as source:
         weights.load(source, put, only_parameters=only_parameters)

@@ -69,10 +69,6 @@ class Exported(NamedTuple):
     dtype: torch.dtype
     is_parameter: bool
 
-    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return `dtype` for a parameter, if given. Buffers keep their own."""
-        return dtype if dtype is not None and self.is_parameter else self.dtype
-
 
 class WeightMap:
     """The conversion table of one model, on this rank and over all stages. Construction and use are collective."""
@@ -153,14 +149,10 @@ class WeightMap:
             else:
                 target.copy_(found)
 
-    def plan(self, dtype: torch.dtype | None = None, *, only_parameters: bool = False) -> dict[str, Tensor]:
-        """Return the tensors that `stream` yields, in order, on meta."""
+    def shapes(self, *, only_parameters: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that `stream` yields, in order."""
         kept = [x for stage in self._stages for x in stage if x.is_parameter or not only_parameters]
-        found: dict[str, Tensor] = {}
-        for exported in kept:
-            for name in self._all_names(exported.entry):
-                found[name] = torch.empty(self._shapes[name], dtype=exported.dtype_in(dtype), device="meta")
-        return found
+        return {name: self._shapes[name] for exported in kept for name in self._all_names(exported.entry)}
 
     @torch.no_grad()
     def stream(
@@ -182,7 +174,7 @@ class WeightMap:
             for exported in entries:
                 if only_parameters and not exported.is_parameter:
                     continue
-                wanted = exported.dtype_in(dtype)
+                wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
                 other = of if exported.is_parameter else None
                 found = self._whole(exported.entry, wanted, other) if own else []
                 for i, name in enumerate(self._all_names(exported.entry)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.megatron import requirement
+from fsdptrain.megatron import cpu_shims
 from fsdptrain.megatron.config import MegatronConfig
 from tests import zoo
 from tests.e2e import command
@@ -88,12 +88,12 @@ def test_megatron_core_that_is_not_there_or_another_is_a_line(monkeypatch: pytes
         raise PackageNotFoundError(name)
 
     way_out = r"pip install 'fsdptrain\[megatron\]', or use --backend fsdp$"
-    monkeypatch.setattr(requirement, "version", absent)
+    monkeypatch.setattr(cpu_shims, "version", absent)
     with pytest.raises(ConfigError, match=f"^--backend megatron needs megatron-core and einops .*{way_out}"):
-        requirement.require_megatron()
-    monkeypatch.setattr(requirement, "version", lambda name: "0.19.2")
+        cpu_shims.require_megatron()
+    monkeypatch.setattr(cpu_shims, "version", lambda name: "0.19.2")
     with pytest.raises(ConfigError, match=f"tested with megatron-core 0.16, got 0.19.2: {way_out}"):
-        requirement.require_megatron()
+        cpu_shims.require_megatron()
 
 
 @pytest.fixture(scope="module")

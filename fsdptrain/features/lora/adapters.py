@@ -12,6 +12,7 @@ do not translate names; they temporarily remove peft's layers from the model.
 
 import copy
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets, shortest_names
-from fsdptrain.features.lora.weights import NAME, factors, initial_a
-from fsdptrain.model.loading.materialize import filled_like, own_part, register
+from fsdptrain.fsdp.stream import full_tensor
+from fsdptrain.model.loading.materialize import filled_like, local_part, moved, own_part, register
 
 if TYPE_CHECKING:
     import peft
+
+NAME = "default"  # adapter name in peft's modules; absent from files
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,9 @@ class Adapters:
             self._model.requires_grad_(False)  # the loader creates new parameters
         device = torch.device("cpu") if cpu_offload else platform.local_device()
         for weight, layer in self.layers.items():
-            a, b = factors(layer)
-            _fill(a, initial_a(a.weight.shape, _generator(seed, weight)), device)
+            a, b = _factors(layer)
+            bound = 1.0 / math.sqrt(a.weight.shape[-1])
+            _fill(a, torch.empty(a.weight.shape).uniform_(-bound, bound, generator=_generator(seed, weight)), device)
             _fill(b, torch.zeros(b.weight.shape), device)
 
     def _adapted(self) -> Iterator[tuple[str, nn.Module]]:
@@ -163,6 +167,37 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
             "requested: choose other targets"
         )
     return adapters
+
+
+@torch.no_grad()
+def merged(weight: Tensor, layer: Any) -> Tensor:
+    """Return `weight` merged with the adapter of a peft `layer`, sharded like it, in float32. Collective.
+
+    The layer computes W x + s B A x with s = alpha / rank, so the merged weight is W + s B A. Each rank merges its own
+    part of W in float32.
+    """
+    total = moved(weight, platform.local_device(), torch.float32, copy=True)
+    a, b = (full_tensor(module.weight, torch.float32) for module in _factors(layer))
+    local_part(total).add_(own_part(_product(layer, weight.dim(), a, b).mul_(layer.scaling[NAME]), total))
+    return total
+
+
+def _product(layer: Any, num_dims: int, a: Tensor, b: Tensor) -> Tensor:
+    """Return B A in the dim order of the weight. For fused experts A is [experts x rank, in], B [out, rank x experts].
+
+    peft's own function rounds it to the dtype of the weight.
+    """
+    if num_dims == 2:
+        return (b @ a).T if layer.fan_in_fan_out else b @ a
+    a = a.reshape(layer.num_experts, -1, a.shape[-1])  # [E, r, in]
+    b = b.reshape(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)  # [E, out, r]
+    transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # weights [E, in, out]; same check as in peft
+    return (b @ a).mT if transposed else b @ a
+
+
+def _factors(layer: Any) -> tuple[nn.Linear, nn.Linear]:
+    """Return the modules that hold A and B of a peft layer."""
+    return layer.lora_A[NAME], layer.lora_B[NAME]
 
 
 def _fill(module: Any, whole: Tensor, device: torch.device) -> None:

@@ -1,26 +1,33 @@
 """The LoRA feature: train an adapter instead of the weights. The model without it is the reference."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.feature import Adapter, ChangeWeight, Feature, Rows
-from fsdptrain.features.lora.adapters import Adapters, add_adapters
+from fsdptrain.features.lora.adapters import Adapters, add_adapters, merged
 from fsdptrain.features.lora.config import LoraConfig
-from fsdptrain.features.lora.export import export_adapter
-from fsdptrain.features.lora.weights import merged
+from fsdptrain.fsdp.export import copy_rest
+from fsdptrain.fsdp.export_folder import publish_folder, temporary_of
+from fsdptrain.fsdp.stream import full_tensor
+from fsdptrain.model.structure import reshard
 from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import PackedBatch
 
+WEIGHTS_FILE = "adapter_model.safetensors"  # file name of peft
+_OF_THE_WHOLE = frozenset({"generation_config.json"})
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +67,7 @@ class LoraFeature(Feature):
 
     def export_weight(self, name: str) -> ChangeWeight | None:
         layer = self.adapters.layers.get(name)
-        return None if layer is None else partial(merged, layer=layer, device=platform.local_device())
+        return None if layer is None else partial(merged, layer=layer)
 
     @property
     def adapter(self) -> Adapter:
@@ -75,14 +82,28 @@ class LoraFeature(Feature):
         if form != "adapter":
             write_model(target)
         if form != "merged":
-            assert self._model is not None
-            folder = target if form == "adapter" else target / "adapter"
-            export_adapter(self._model, self.adapters, folder, source=self._checkpoint, base=self._base_name)
+            self._export_adapter(target if form == "adapter" else target / "adapter")
         if form == "adapter":
             log.info("the adapter alone is exported; for merged weights: fsdptrain export RUN --lora-export merged")
 
-    @property
-    def _base_name(self) -> str:
-        """Name of the base model in adapter_config.json: a Hub name, or that of a local folder without its path."""
+    @torch.no_grad()
+    def _export_adapter(self, target: Path) -> None:
+        """Write a folder for peft's `from_pretrained`, with the tokenizer of the checkpoint. Collective.
+
+        The complete folder is renamed to `target`. Raises CheckpointError on every rank.
+        """
+        assert self._model is not None
+        reshard(self._model)
+        parameters = self.adapters.parameters().items()
+        tensors = {name: full_tensor(p, torch.float32).cpu().contiguous() for name, p in parameters}
         name = self._config.model.hf_checkpoint
-        return Path(name).resolve().name if Path(name).is_dir() else name
+        base = Path(name).resolve().name if Path(name).is_dir() else name  # not the path of a local folder
+        with raise_on_all_ranks(CheckpointError, f"the adapter cannot be exported to {target}"):
+            if dist.get_rank() == 0:
+                temporary = temporary_of(target)
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+                self.adapters.write_config(temporary, base=base)
+                copy_rest(self._checkpoint, temporary, but=_OF_THE_WHOLE)
+                publish_folder(target)
