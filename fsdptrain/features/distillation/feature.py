@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from fsdptrain.feature import Feature, Rows
 from fsdptrain.features.distillation.config import DistillationConfig
 from fsdptrain.features.distillation.divergence import TopTokens, chunked_divergence
 from fsdptrain.features.distillation.teacher import (
+    LOGPROBS,
     TOP_IDS,
     TOP_LOGPROBS,
     ModelTeacher,
-    Teacher,
     TeacherOutputs,
     head_of,
     require_same_tokenizer,
@@ -34,18 +34,21 @@ from fsdptrain.protocols import Loss
 from fsdptrain.trainer.tokenizer import load_tokenizer
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
+if TYPE_CHECKING:
+    from fsdptrain.features.distillation.server import ServerTeacher
+
 log = logging.getLogger(__name__)
 
 CHUNK = 512  # most tokens whose logits the divergence holds at a time
-LOGPROBS = "teacher_logprobs"
 DIVERGENCE = "teacher_divergence"
 
 
 class DistillationFeature(Feature):
-    def __init__(self, config: Config, teacher: Teacher | Path, *, vocab_size: int) -> None:
+    def __init__(self, config: Config, teacher: "ServerTeacher | Path", *, vocab_size: int) -> None:
         """teacher: a checkpoint is loaded after the policy. vocab_size: of the policy's head."""
         self._config, self._options = config, config.section(DistillationConfig)
-        self._teacher, self._vocab_size = teacher, vocab_size
+        self._teacher: ServerTeacher | ModelTeacher | Path = teacher
+        self._vocab_size = vocab_size
         self._is_jsd = self._options.loss == "jsd"
         self._chunk = min(CHUNK, config.model.logprob_chunk_size)
         self._meshes: Meshes | None = None
@@ -62,9 +65,7 @@ class DistillationFeature(Feature):
             from fsdptrain.features.distillation.server import ServerTeacher
 
             with raise_on_all_ranks(ConfigError, "--opd-teacher"):
-                return cls(
-                    config, ServerTeacher.connect(config, tokenizer, vocab_size=vocab_size), vocab_size=vocab_size
-                )
+                return cls(config, ServerTeacher(config, tokenizer, vocab_size=vocab_size), vocab_size=vocab_size)
         assert options.teacher is not None
         with named_in_errors("--opd-teacher"):
             path = resolve_checkpoint(options.teacher)
@@ -87,8 +88,7 @@ class DistillationFeature(Feature):
         assert not isinstance(self._teacher, Path), "the teacher is loaded after the policy"
         scored = []
         for pack, scores in zip(packs, self._teacher.score(packs), strict=True):
-            logprobs = zeros_with(scores.logprobs, pack.loss_positions, pack.num_tokens)
-            extras = {LOGPROBS: logprobs, **scores.extras}
+            extras = scores | {LOGPROBS: zeros_with(scores[LOGPROBS], pack.loss_positions, pack.num_tokens)}
             if platform.has_accelerator():
                 extras = {name: tensor.pin_memory() for name, tensor in extras.items()}
             scored.append(replace(pack, extras={**pack.extras, **extras}))
@@ -105,31 +105,28 @@ class DistillationFeature(Feature):
         return {DIVERGENCE: rows.to_pack(values, batch.loss_positions)}
 
     def loss_function(self, stock: Loss) -> Loss:
+        """Add the teacher's term to the advantages or, for jsd, the divergence to the loss."""
+        coef = self._options.kl_coef
+
         def distilling(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-            rewarded = batch if self._is_jsd else self._rewarded(batch, logprobs)
-            return self._finished(stock(rewarded, logprobs, config), batch, logprobs)
+            ratio = _log_ratio(batch, logprobs)
+            share = batch.loss_mask / max(1, batch.num_trained_tokens)
+            metrics = {"distill/reverse_kl": (share * ratio).sum()}
+            if not self._is_jsd:  # the per-token reward of the negative reverse KL divergence
+                output = stock(replace(batch, advantages=batch.advantages - coef * ratio), logprobs, config)
+                return LossOutput(output.loss, {**output.metrics, **metrics})
+            output = stock(batch, logprobs, config)
+            values = logprobs.extras[DIVERGENCE]
+            term = coef * (batch.loss_weights * values).sum()
+            metrics |= {"distill/divergence": (share * values).sum().detach(), "loss/distill": term.detach()}
+            if "loss/total" in output.metrics:  # a custom loss may not report it
+                metrics["loss/total"] = output.metrics["loss/total"] + term.detach()
+            return LossOutput(output.loss + term, {**output.metrics, **metrics})
 
         return distilling
 
-    def _rewarded(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        """Add the teacher's term to the advantages: the per-token reward of the negative reverse KL divergence."""
-        term = -self._options.kl_coef * self._log_ratio(batch, logprobs)
-        return replace(batch, advantages=batch.advantages + term)
 
-    def _finished(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        """Add the divergence to the loss, or only metrics."""
-        share = batch.loss_mask / max(1, batch.num_trained_tokens)
-        metrics = {**output.metrics, "distill/reverse_kl": (share * self._log_ratio(batch, logprobs)).sum()}
-        if not self._is_jsd:
-            return LossOutput(output.loss, metrics)
-        values = logprobs.extras[DIVERGENCE]
-        term = self._options.kl_coef * (batch.loss_weights * values).sum()
-        metrics |= {"distill/divergence": (share * values).sum().detach(), "loss/distill": term.detach()}
-        if "loss/total" in metrics:  # a custom loss may not report it
-            metrics["loss/total"] = metrics["loss/total"] + term.detach()
-        return LossOutput(output.loss + term, metrics)
-
-    def _log_ratio(self, batch: PackedBatch, logprobs: LogProbs) -> Tensor:
-        """Return lo - lt at the loss tokens, an estimate of the reverse KL(policy || teacher). [T] [nats]"""
-        old = logprobs.values.detach() if batch.old_logprobs is None else batch.old_logprobs
-        return torch.where(batch.loss_mask, old - batch.extras[LOGPROBS], 0.0)
+def _log_ratio(batch: PackedBatch, logprobs: LogProbs) -> Tensor:
+    """Return lo - lt at the loss tokens, an estimate of the reverse KL(policy || teacher). [T] [nats]"""
+    old = logprobs.values.detach() if batch.old_logprobs is None else batch.old_logprobs
+    return torch.where(batch.loss_mask, old - batch.extras[LOGPROBS], 0.0)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,26 +25,7 @@ from fsdptrain.model.probes.layout import choose_layout
 from fsdptrain.model.structure import lm_head, reshard
 from fsdptrain.types import PackedBatch
 
-TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
-
-
-@dataclass(frozen=True)
-class TeacherScores:
-    """A teacher's logprobs, and more for --opd-loss jsd, of the M loss tokens of a pack, on the CPU."""
-
-    logprobs: Tensor  # [M] f32, of the labels
-    extras: dict[str, Tensor]  # [M, ...] by name, of `TeacherOutputs`
-
-
-class Teacher(Protocol):
-    @property
-    def line(self) -> str:
-        """A line of the log."""
-        ...
-
-    def score(self, packs: Sequence[PackedBatch]) -> list[TeacherScores]:
-        """Score packs on the CPU. Collective; every rank passes the same number of packs."""
-        ...
+LOGPROBS, TOP_IDS, TOP_LOGPROBS = "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"
 
 
 @dataclass
@@ -105,16 +86,20 @@ class ModelTeacher:
         return f"teacher: {count:,} parameters on the host; {self._probe.line}"
 
     @torch.no_grad()
-    def score(self, packs: Sequence[PackedBatch]) -> list[TeacherScores]:
+    def score(self, packs: Sequence[PackedBatch]) -> list[dict[str, Tensor]]:
+        """Score packs on the CPU: logprobs of the labels, and more for --opd-loss jsd, of their M loss tokens [M, ...].
+
+        Collective; every rank passes the same number of packs.
+        """
         with evaluating(self._model):
             found = [self._score(pack.to(platform.local_device())) for pack in packs]
         reshard(self._model)
         return found
 
-    def _score(self, pack: PackedBatch) -> TeacherScores:
+    def _score(self, pack: PackedBatch) -> dict[str, Tensor]:
         found = policy_logprobs(self._model, pack, layout=self._probe.layout, temperature=self._temperature)
-        values = found.values[pack.loss_positions].float().cpu()
-        return TeacherScores(values, {name: tensor.cpu() for name, tensor in found.extras.items()})
+        scores = {LOGPROBS: found.values[pack.loss_positions].float(), **found.extras}
+        return {name: tensor.cpu() for name, tensor in scores.items()}
 
 
 def require_same_tokenizer(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> None:

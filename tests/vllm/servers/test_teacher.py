@@ -12,7 +12,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.distillation.divergence import with_rest
 from fsdptrain.features.distillation.server import ServerTeacher
-from fsdptrain.features.distillation.teacher import TOP_IDS, TOP_LOGPROBS
+from fsdptrain.features.distillation.teacher import LOGPROBS, TOP_IDS, TOP_LOGPROBS
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.trainer.tokenizer import load_tokenizer
 from fsdptrain.vllm.server.process import ServerProcess
@@ -47,7 +47,7 @@ def test_its_scores_are_those_of_the_model(models, url: str, alone: None, monkey
     path = models["untied"].first
     monkeypatch.setenv(ENV, cases.KEY)
     config = config_of(path, url, opd_loss="jsd", opd_top_k=4)
-    teacher = ServerTeacher.connect(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
+    teacher = ServerTeacher(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
     pack = plain_batch(SEGMENTS, device=torch.device("cpu"))
     [scores] = teacher.score([pack])
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -55,13 +55,9 @@ def test_its_scores_are_those_of_the_model(models, url: str, alone: None, monkey
         logits = torch.cat([model(torch.tensor([ids])).logits[0, :-1] for ids in SEGMENTS])
     labels = pack.labels[pack.loss_positions]
     wanted = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    torch.testing.assert_close(scores.logprobs, wanted, rtol=0, atol=1e-4)
-    torch.testing.assert_close(
-        scores.extras[TOP_LOGPROBS], with_rest(logits, scores.extras[TOP_IDS]), rtol=0, atol=1e-4
-    )
-    torch.testing.assert_close(
-        scores.extras[TOP_LOGPROBS][:, :4], logits.log_softmax(-1).topk(4).values, atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(scores[LOGPROBS], wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(scores[TOP_LOGPROBS], with_rest(logits, scores[TOP_IDS]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(scores[TOP_LOGPROBS][:, :4], logits.log_softmax(-1).topk(4).values, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,7 @@ def test_a_server_that_cannot_teach_is_refused(
     monkeypatch.setenv(ENV, "another" if words == "HTTP 401" else cases.KEY)
     config = config_of(path, url, **options)
     with pytest.raises(ConfigError, match=words):
-        ServerTeacher.connect(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
+        ServerTeacher(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
 
 
 def test_a_server_with_another_tokenizer_is_refused(models, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,4 +85,4 @@ def test_a_server_with_another_tokenizer_is_refused(models, url: str, monkeypatc
     tokenizer = load_tokenizer(path, trust_remote_code=False)
     tokenizer.add_tokens(["def f"])
     with pytest.raises(ConfigError, match="with another tokenizer"):
-        ServerTeacher.connect(config, tokenizer, vocab_size=VOCAB)
+        ServerTeacher(config, tokenizer, vocab_size=VOCAB)
