@@ -13,9 +13,10 @@ from fsdptrain.agents.record import AnsweredCall, Conversation, Record, conversa
 from fsdptrain.agents.wire import template_call
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
-from fsdptrain.data.prompts import render_calls, template_reason
-from fsdptrain.data.text import response_text
+from fsdptrain.data.prompts import render_calls
+from fsdptrain.data.text import render_chat, response_text
 from fsdptrain.errors import DataError
+from fsdptrain.types import Message
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -47,17 +48,13 @@ class CallRenderer:
         return ids, record.continued_by_tokens(ids), conversation
 
     def _render(self, call: ModelCall) -> str:
-        options: dict[str, Any] = {**self.data.chat_template_kwargs, **({"tools": call.tools} if call.tools else {})}
-
-        def render(messages: Any) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-            )
+        def render(messages: list[Message]) -> str:
+            return render_chat(messages, self.tokenizer, self.data, generation=True, tools=call.tools or None)
 
         try:
             return render_calls(list(call.messages), render)[1]
-        except Exception as error:
-            raise DataError(f"the chat template does not support these messages: {template_reason(error)}") from error
+        except DataError as error:
+            raise DataError(f"the chat template does not support these messages: {error}") from error
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -14,14 +14,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.prompts import check_template, template_reason
+from fsdptrain.data.prompts import check_template
 from fsdptrain.data.rows import as_messages
-from fsdptrain.data.text import special_tokens
+from fsdptrain.data.text import render_chat, special_tokens
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
 _PLACEHOLDER = "FSDPTRAINSAID"  # placeholder for the assistant's message
 _PROBE = "FSDPTRAINPROBE"
+_QUESTION = {"role": "user", "content": "?"}
 _CHARACTERS = 32  # characters read per token of the observation limit; long observations are cut before tokenization
 _CUT = " ..."
 
@@ -81,19 +82,15 @@ class TurnRenderer:
 
     def _render_after_turn(self, messages: Sequence[Message], *, generation: bool = True) -> str:
         """Render the template text between the assistant's message and its next turn."""
-        chat: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}, *messages]
-        template_kwargs: dict[str, Any] = dict(self.data.chat_template_kwargs)
+        chat = [_QUESTION, {"role": "assistant", "content": _PLACEHOLDER}, *messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=generation, **template_kwargs
-            )
-        except Exception as error:
+            text = render_chat(chat, self.tokenizer, self.data, generation=generation)
+        except DataError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
-                f"the chat template of --hf-checkpoint does not support {roles} after an assistant message: "
-                f"{template_reason(error)}"
+                f"the chat template of --hf-checkpoint does not support {roles} after an assistant message: {error}"
             ) from error
-        before, placeholder, after = str(text).partition(_PLACEHOLDER)
+        before, placeholder, after = text.partition(_PLACEHOLDER)
         if not placeholder:
             raise DataError("the chat template of --hf-checkpoint omits the assistant message: " + before[:80])
         return after
@@ -112,20 +109,13 @@ class TurnRenderer:
             for m in answers
             if m["role"] == "tool"
         ]
-        chat: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": called}]
+        chat = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": called}]
         try:
             turn, silent, text = (
-                str(
-                    self.tokenizer.apply_chat_template(
-                        [*chat, *heard],
-                        tokenize=False,
-                        add_generation_prompt=generation,
-                        **self.data.chat_template_kwargs,
-                    )
-                )
+                render_chat([*chat, *heard], self.tokenizer, self.data, generation=generation)
                 for heard, generation in (([], False), ([], True), (answers, True))
             )
-        except Exception:  # noqa: BLE001  # a template can raise anything
+        except DataError:
             return None
         if text == silent or not text.startswith(turn):
             return None

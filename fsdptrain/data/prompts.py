@@ -4,18 +4,17 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.rows import Row, Rows, as_messages, content_hash
 from fsdptrain.data.sources import GENERATOR
-from fsdptrain.data.text import plain_tokens
-from fsdptrain.distributed import one_line
+from fsdptrain.data.text import plain_tokens, render_chat
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Images, Message, Prompt
 
@@ -202,18 +201,17 @@ def make_prompt(
     processor: "PromptProcessor | None" = None,
 ) -> Prompt:
     """Tokenize a row. Special tokens come from either the template or the tokenizer, never from both."""
-    system_prompt = system_prompt_of(data)
     images: Images | None = None
     if processor is not None:
         from fsdptrain.data.images import read_images
 
-        render = partial(_render_chat, tokenizer=tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
+        render = partial(_render_row, tokenizer=tokenizer, data=data, row_id=row.id)
         token_ids, images = read_images(row, processor, render, column=processor.image_key)
     elif data.apply_chat_template:
-        text = _render_chat(as_messages(row.prompt), tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
+        text = _render_row(as_messages(row.prompt), tokenizer, data=data, row_id=row.id)
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
-        token_ids = plain_tokens(_plain_text(row, system_prompt), tokenizer)
+        token_ids = plain_tokens(_plain_text(row, system_prompt_of(data)), tokenizer)
     if not token_ids:
         raise DataError(f"--input-key {data.input_key}: row {row.id} is an empty prompt")
     return Prompt(
@@ -253,74 +251,46 @@ def _plain_text(row: Row, system_prompt: str) -> str:
     return f"{system_prompt}\n\n{row.prompt}" if system_prompt else row.prompt
 
 
-def _render_chat(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, system_prompt: str, row_id: str
-) -> str:
-    """Render the chat as text.
+def _render_row(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, row_id: str) -> str:
+    """Render the chat of a row as text, with the system prompt. If it ends with an assistant message, continue that."""
+    prefilled = messages[-1]["role"] == "assistant"
+
+    def render(messages: list[Message]) -> str:
+        options = {"generation": not prefilled, "continue_final_message": prefilled}
+        text = render_chat(messages, tokenizer, data, **options)
+        content: Any = messages[-1]["content"]
+        start = content if isinstance(content, str) else content[-1].get("text", "")
+        if prefilled and not text.endswith(start):
+            raise DataError(
+                "it changes or drops the beginning of the response, the last message: write that message as the "
+                "template renders it, or use --no-apply-chat-template"
+            )
+        return text
+
+    try:
+        return render_with_system(messages, system_prompt_of(data), render)[1]
+    except DataError as error:
+        raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {error}") from error
+
+
+def render_with_system(
+    messages: list[Message], system_prompt: str, render: Callable[[list[Message]], str]
+) -> tuple[list[Message], str]:
+    """Return messages with the system prompt, in the form that the template renders, and the rendering.
 
     The system prompt goes into the first message if the template has no system role (gemma raises, others omit it). A
     system message in the row takes precedence.
     """
-    own_system = messages[0]["role"] == "system"
-    try:
-        if system_prompt and not own_system:
-            with_system = [{"role": "system", "content": system_prompt}, *messages]
-            text = _try_template(with_system, tokenizer, data.chat_template_kwargs)
-            if text is not None and system_prompt in text:
-                return text
-            messages = _prepend_system_prompt(system_prompt, messages)
-        return _apply_template(messages, tokenizer, data.chat_template_kwargs)
-    except (TemplateError, ValueError, TypeError) as error:
-        reason = template_reason(error)
-        raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {reason}") from error
-
-
-def template_reason(error: Exception) -> str:
-    """Return the message of a template's own error, or the class and message of another, in one line."""
-    expected = isinstance(error, TemplateError | ValueError | TypeError)  # TypeError: most need text content
-    return " ".join(str(error).split()) if expected else one_line(error)
-
-
-def _try_template(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
-) -> str | None:
-    try:
-        return _apply_template(messages, tokenizer, template_kwargs)
-    except (TemplateError, TypeError):
-        return None
-
-
-def _apply_template(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
-) -> str:
-    """Render the chat. If it ends with an assistant message, that message is continued."""
-    prefilled = messages[-1]["role"] == "assistant"
-
-    def render(messages: list[Message]) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=not prefilled,
-                continue_final_message=prefilled,
-                **template_kwargs,
-            )
-        )
-
-    try:
-        _, text = render_calls(messages, render)
-    except (TemplateError, ValueError, TypeError):
-        raise
-    except Exception as error:  # a template can divide by 0
-        raise ValueError(one_line(error)) from error
-    content: Any = messages[-1]["content"]
-    start = content if isinstance(content, str) else content[-1].get("text", "")
-    if prefilled and not text.endswith(start):
-        raise ValueError(
-            "it changes or drops the beginning of the response, the last message: write that message as the template "
-            "renders it, or use --no-apply-chat-template"
-        )
-    return text
+    if not system_prompt or messages[0]["role"] == "system":
+        return render_calls(messages, render)
+    with suppress(DataError):
+        found, text = render_calls([{"role": "system", "content": system_prompt}, *messages], render)
+        if system_prompt in text:
+            return found, text
+    first, *rest = messages
+    words, content = f"{system_prompt}\n\n", first["content"]
+    shown = [{"type": "text", "text": words}, *content] if isinstance(content, list) else words + content
+    return render_calls([{**first, "content": shown}, *rest], render)
 
 
 def render_calls(messages: list[Message], render: Callable[[list[Message]], str]) -> tuple[list[Message], str]:
@@ -336,7 +306,7 @@ def render_calls(messages: list[Message], render: Callable[[list[Message]], str]
         text = render(messages)
         if not any(isinstance(a, Mapping) and str(a) in text and json.dumps(a) not in text for a in arguments):
             return messages, text
-    except (DataError, TemplateError, ValueError, TypeError):
+    except DataError:
         pass
     messages = [_with_json_arguments(message) for message in messages]
     return messages, render(messages)
@@ -352,10 +322,3 @@ def _with_json_arguments(message: Message) -> Message:
         return {**call, "function": inner} if "function" in call else inner
 
     return {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
-
-
-def _prepend_system_prompt(system_prompt: str, messages: list[Message]) -> list[Message]:
-    first, *rest = messages
-    words, content = f"{system_prompt}\n\n", first["content"]
-    shown = [{"type": "text", "text": words}, *content] if isinstance(content, list) else words + content
-    return [{**first, "content": shown}, *rest]

@@ -10,16 +10,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import LossOn
-from fsdptrain.data.prompts import check_template, render_calls, system_prompt_of, template_reason
+from fsdptrain.data.prompts import check_template, render_with_system, system_prompt_of
 from fsdptrain.data.sft_forms import THOUGHTS, Conversation, UnusableRowError
-from fsdptrain.errors import ConfigError
+from fsdptrain.data.text import render_chat
+from fsdptrain.errors import ConfigError, DataError
 
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIX = "use a template with generation tags, or --sft-loss-on last or all"
@@ -52,28 +52,11 @@ class ConversationEncoder:
         return ids, mask
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, str]:
-        """Return the conversation in the form that the template renders, and the rendering.
-
-        Adds --system-prompt, to the first message if the template has no system role.
-        """
-        system = system_prompt_of(self.data)
-        if not system or conversation.messages[0]["role"] == "system":
-            return self._with_arguments(conversation)
-        messages = conversation.messages
-        with_system = [{"role": "system", "content": system}, *messages]
-        try:
-            found, text = self._with_arguments(replace(conversation, messages=with_system))
-            if system in text:
-                return found, text
-        except UnusableRowError:
-            pass
-        opening = {**messages[0], "content": f"{system}\n\n{messages[0]['content']}"}
-        return self._with_arguments(replace(conversation, messages=[opening, *messages[1:]]))
-
-    def _with_arguments(self, conversation: Conversation) -> tuple[Conversation, str]:
-        """Return the conversation, with tool arguments as JSON text if the template writes a mapping as Python does."""
-        messages, text = render_calls(
-            conversation.messages, lambda messages: self._render(replace(conversation, messages=messages))
+        """Return the conversation with --system-prompt, in the form that the template renders, and the rendering."""
+        messages, text = render_with_system(
+            conversation.messages,
+            system_prompt_of(self.data),
+            lambda messages: self._render(replace(conversation, messages=messages)),
         )
         return replace(conversation, messages=messages), text
 
@@ -175,20 +158,12 @@ class ConversationEncoder:
         return len(before)
 
     def _render(self, conversation: Conversation, *, generation: bool = False) -> str:
-        template_kwargs: dict[str, Any] = dict(self.data.chat_template_kwargs)
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(conversation.messages),  # type: ignore[arg-type]
-                tools=conversation.tools,
-                tokenize=False,
-                add_generation_prompt=generation,
-                **template_kwargs,
+            return render_chat(
+                conversation.messages, self.tokenizer, self.data, generation=generation, tools=conversation.tools
             )
-        except Exception as error:  # a template can raise anything
-            raise UnusableRowError(
-                "template", f"the chat template cannot render it: {template_reason(error)}"
-            ) from error
-        return str(text)
+        except DataError as error:
+            raise UnusableRowError("template", f"the chat template cannot render it: {error}") from error
 
     def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
         """Return the tokens of a text and their places in it; no places if the tokenizer does not know them."""

@@ -1,8 +1,36 @@
-"""Text to tokens and tokens to text outside of a chat template."""
+"""Chats to text, text to tokens, and tokens to text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from fsdptrain.config import DataConfig
+from fsdptrain.distributed import one_line
+from fsdptrain.errors import DataError
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    *,
+    generation: bool = False,
+    **options: Any,
+) -> str:
+    """Render messages by the chat template. generation: with the beginning of the model's turn.
+
+    options: more arguments of the template, which take precedence over --chat-template-kwargs unless they are None.
+    Raises DataError with the reason, for any error of the template.
+    """
+    chat = [dict(message) for message in messages]
+    kwargs: dict[str, Any] = data.chat_template_kwargs | {k: x for k, x in options.items() if x is not None}
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation, **kwargs))
+    except Exception as error:  # a template can raise anything
+        expected = isinstance(error, TemplateError | ValueError | TypeError)  # TypeError: most need text content
+        raise DataError(" ".join(str(error).split()) if expected else one_line(error)) from error
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

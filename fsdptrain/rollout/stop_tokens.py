@@ -7,9 +7,9 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.data.text import special_tokens
+from fsdptrain.data.text import render_chat, special_tokens
 from fsdptrain.distributed import one_line
-from fsdptrain.errors import CheckpointError
+from fsdptrain.errors import CheckpointError, DataError
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None
     """Return the special token with which the chat template ends a turn of the model; None if there is none."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False, **data.chat_template_kwargs))
-    except Exception:  # noqa: BLE001  # there is no template, or it needs something else
+        text = render_chat(chat, tokenizer, data)
+    except DataError:  # there is no template, or it needs something else
         return None
     special = special_tokens(tokenizer)
     ids = tokenizer(text.partition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
