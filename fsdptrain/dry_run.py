@@ -15,9 +15,8 @@ from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import Resolved
 from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.sft import sft_options
 from fsdptrain.config.written import to_yaml
-from fsdptrain.data.sources import GENERATOR, load_rows
+from fsdptrain.data.sources import GENERATOR, open_rows
 from fsdptrain.launch.inputs import check_inputs, data_names, image_key
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
@@ -104,8 +103,7 @@ def _read_parts(config: Config) -> list[str]:
     for name, flag in data_names(config):
         is_generated = name.startswith(GENERATOR) and name != DataConfig().prompt_data  # the default needs no check
         if is_generated or _is_here(name):
-            data, sft = config.data.source(name), sft_options(config)
-            rows = load_rows(data, seed=config.run.seed, flag=flag, image_key=image_key(config), sft=sft)
+            rows = open_rows(config, config.data.source(name), flag=flag, image_key=image_key(config))
             _ = [rows[index] for index in _spread(len(rows))]
             lines.append(f"{flag} {name}: {len(rows)} rows")
     if config.environment.environment is not None:

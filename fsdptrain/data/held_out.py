@@ -1,10 +1,42 @@
-"""Rows that are held out for evaluations."""
+"""The rows of --eval-prompt-data, or held out of --prompt-data, and their prompts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data import Subset
+from transformers import PreTrainedTokenizerBase
+
+from fsdptrain.config import Config
+from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row, Rows, content_hash
+from fsdptrain.data.sources import open_rows
 from fsdptrain.errors import DataError
+from fsdptrain.types import Prompt
+
+if TYPE_CHECKING:
+    from fsdptrain.data.images import PromptProcessor
+
+log = logging.getLogger(__name__)
+
+DEFAULT_EVAL_SIZE = 128  # prompts
+
+
+def hold_out(
+    config: Config, rows: Rows, image_key: str | None, dataset: Sequence[Mapping[str, Any]] | None
+) -> tuple[Rows, list[Row]]:
+    """Return the rows to train on, and those held out. dataset: in place of --eval-prompt-data."""
+    size = config.data.eval_size
+    if config.data.eval_prompt_data is not None:
+        data = config.data.source(config.data.eval_prompt_data)
+        others = open_rows(config, data, dataset, flag="--eval-prompt-data", image_key=image_key)
+        return rows, [others[i] for i in range(min(len(others), size or DEFAULT_EVAL_SIZE))]
+    size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if size is None else size
+    rows, held_out = split_rows(rows, size, config.run.seed)
+    if not held_out:
+        log.warning("nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows))
+    return rows, held_out
 
 
 def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
@@ -13,8 +45,6 @@ def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
     Generators may repeat a question at other indices. Pass `content_hash` of the held-out rows to PromptStream, which
     skips duplicates of them. Raises DataError if no training rows are left.
     """
-    import torch  # lazy: columns are checked before torch is imported
-
     held_out: dict[str, Row] = {}
     taken: set[int] = set()
     for index in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()[: 4 * eval_size]:
@@ -28,18 +58,18 @@ def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
             f"--eval-size {eval_size} leaves no training rows, the data has {len(rows)} rows; "
             "lower it, or set --eval-prompt-data"
         )
-    return _Subset(rows, [index for index in range(len(rows)) if index not in taken]), list(held_out.values())
+    left: Any = Subset(rows, [index for index in range(len(rows)) if index not in taken])  # type: ignore[arg-type]
+    return left, list(held_out.values())
 
 
-@dataclass(frozen=True)
-class _Subset:
-    """Subset of rows, in the order of `indices`."""
-
-    rows: Rows
-    indices: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.rows[self.indices[index]]
+def held_out_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[Row], processor: "PromptProcessor | None"
+) -> list[Prompt]:
+    """Return the prompts to generate responses for, none longer than the prompt limit."""
+    budget = config.prompt_budget
+    made = [make_prompt(row, tokenizer, data=config.data, processor=processor) for row in rows]
+    prompts = [prompt for prompt in made if len(prompt.token_ids) <= budget]
+    if len(prompts) < len(rows):
+        line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
+        log.warning(line, len(rows) - len(prompts), len(rows), budget)
+    return prompts

@@ -6,12 +6,13 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from fsdptrain.config import DataConfig
-from fsdptrain.config.sft import SftConfig
+from fsdptrain.config import Config, DataConfig
+from fsdptrain.config.sft import SftConfig, sft_options
 from fsdptrain.data.rows import Row, Rows
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
@@ -40,6 +41,23 @@ def load_rows(
     from fsdptrain.data.tables import load_table_rows
 
     return load_table_rows(name, options, data, flag=flag, image_key=image_key, sft=sft)
+
+
+def open_rows(
+    config: Config,
+    data: DataConfig,
+    dataset: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    image_key: str | None,
+    flag: str = "--prompt-data",
+) -> Rows:
+    """Open the rows of `data`, or of `dataset` in place of it, for a run."""
+    options: dict[str, Any] = {"flag": flag, "image_key": image_key, "sft": sft_options(config)}
+    if dataset is None:
+        return load_rows(data, seed=config.run.seed, **options)
+    from fsdptrain.data.tables import as_rows
+
+    return as_rows(dataset, data, **options)
 
 
 class _GeneratedRows:

@@ -12,7 +12,7 @@ from fsdptrain.config import Config
 from fsdptrain.config.sft import sft_options
 from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.data.rows import Row, Rows, content_hash
-from fsdptrain.data.sources import load_rows
+from fsdptrain.data.sources import open_rows
 from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import DataError
 from fsdptrain.types import Prompt
@@ -46,7 +46,7 @@ def build_data(
     image_key = None if processor is None else processor.image_key
     rows, held_out = _rows(config, environment, dataset, image_key), list[Row]()
     if config.evaluates:
-        from fsdptrain.trainer.held_out import hold_out
+        from fsdptrain.data.held_out import hold_out
 
         rows, held_out = hold_out(config, rows, image_key, eval_dataset)
     make = supervised_prompt(config, tokenizer, processor)
@@ -66,7 +66,7 @@ def build_data(
         stream.load_state_dict(start)
     prompts = list[Prompt]()
     if held_out and config.generates:
-        from fsdptrain.trainer.held_out import held_out_prompts
+        from fsdptrain.data.held_out import held_out_prompts
 
         prompts = held_out_prompts(config, tokenizer, held_out, processor)
     return RunData(stream, prompts, [make(row) for row in held_out] if make else [])
@@ -101,18 +101,11 @@ def _rows(
     image_key: str | None,
 ) -> Rows:
     """Open the rows of --prompt-data, or of `dataset` in place of it."""
-    options: dict[str, Any] = {"image_key": image_key, "sft": sft_options(config)}
-    if dataset is not None:
-        from fsdptrain.data.tables import as_rows
+    if dataset is not None or config.data.prompt_data != ENVIRONMENT_DATA:
+        return open_rows(config, config.data, dataset, image_key=image_key)
+    from fsdptrain.data.tables import environment_rows
 
-        return as_rows(dataset, config.data, **options)
-    if config.data.prompt_data == ENVIRONMENT_DATA:
-        from fsdptrain.data.tables import environment_rows
-
-        if environment is None or environment.dataset is None:
-            name = config.environment.environment
-            raise DataError(
-                f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; set other data"
-            )
-        return environment_rows(environment.dataset())
-    return load_rows(config.data, seed=config.run.seed, **options)
+    if environment is None or environment.dataset is None:
+        name = config.environment.environment
+        raise DataError(f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; set other data")
+    return environment_rows(environment.dataset())
