@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from fsdptrain.config import Config
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.rollout.embedded.engine import HFEngine
-from fsdptrain.rollout.evaluate import evaluation_metrics
+from fsdptrain.trainer.evaluation import evaluation_metrics
 from fsdptrain.trainer.samples.single_turn import make_sample
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import agreement, zoo

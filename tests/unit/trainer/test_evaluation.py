@@ -6,8 +6,7 @@ import math
 import pytest
 
 from fsdptrain.config import Config
-from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics, pass_at_k
-from fsdptrain.trainer.evaluation import Evaluation
+from fsdptrain.trainer.evaluation import Evaluation, eval_sampling, evaluation_metrics, pass_at_k
 from fsdptrain.trainer.samples.single_turn import SingleTurn
 from fsdptrain.trainer.samples.source import sampling_at
 from fsdptrain.types import Prompt, Sample, SamplingParams
