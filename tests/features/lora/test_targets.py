@@ -10,7 +10,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets
-from fsdptrain.memory.flops import model_flops
+from fsdptrain.trainer.speed import model_flops
 from tests import zoo
 from tests.matrix import only
 

@@ -14,9 +14,9 @@ from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory import report
 from fsdptrain.memory.advice import flags_that_help
 from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, estimate, size_of
-from fsdptrain.memory.flops import ModelFlops, model_flops
 from fsdptrain.memory.report import MemoryReport
 from fsdptrain.model.structure import count_parameters
+from fsdptrain.trainer.speed import ModelFlops, model_flops
 from tests import configs, zoo
 
 MODEL = configs.meta_model("llama-3.1-8b")
