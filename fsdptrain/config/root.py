@@ -155,14 +155,9 @@ class Config(BaseModel):
         return prod(group.size for group in self.rank_groups if group.shares_packs)
 
     @property
-    def token_ranks(self) -> int:
-        """Number of processes that hold a part of the tokens of a pack each."""
-        return prod(group.size for group in self.rank_groups if group.shares_tokens)
-
-    @property
     def max_tokens_per_pack(self) -> int:
         """Pack limit over all processes that share a pack. [tokens]"""
-        return self.batch.max_tokens_per_gpu * self.token_ranks
+        return self.batch.max_tokens_per_gpu * prod(group.size for group in self.rank_groups if group.shares_tokens)
 
     @property
     def pack_budget(self) -> str:
@@ -219,15 +214,14 @@ class Config(BaseModel):
         return self.steps_per_rollout == 1
 
     @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether the policy changes within a rollout and the loss compares with the old policy."""
-        loss = self.algorithm.loss
-        return not self.on_policy and (is_custom(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
-
-    @property
     def scores_policy(self) -> bool:
-        """Whether the trainer computes policy logprobs before the first update."""
-        return self.needs_old_logprobs and not self.algorithm.use_rollout_logprobs
+        """Whether the trainer computes policy logprobs before the first update.
+
+        That is if the policy changes within a rollout, and the loss compares with the old policy.
+        """
+        loss = self.algorithm.loss
+        compares = is_custom(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads
+        return compares and not self.on_policy and not self.algorithm.use_rollout_logprobs
 
     @property
     def advantage_scale(self) -> str:

@@ -92,7 +92,7 @@ def test_the_size_of_a_rollout_and_of_its_steps():
     )
     assert config().on_policy
     twice = config(epochs_per_rollout=2, num_rollout=10)
-    assert (twice.steps_per_rollout, twice.needs_old_logprobs, twice.total_optimizer_steps) == (2, True, 20)
+    assert (twice.steps_per_rollout, twice.scores_policy, twice.total_optimizer_steps) == (2, True, 20)
     assert config(global_batch_size=64, epochs_per_rollout=2).steps_per_rollout == 8
     sft = config(algorithm="sft", global_batch_size=64, num_rollout=10)
     assert (sft.samples_per_rollout, sft.steps_per_rollout, sft.total_optimizer_steps) == (64, 1, 10)

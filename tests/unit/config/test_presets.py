@@ -135,5 +135,5 @@ def test_the_upper_clip_follows_the_lower_one():
 )
 def test_old_logprobs_are_scored_only_where_they_are_used(name, needed):
     size = {} if name == "sft" else {"global_batch_size": 64}
-    assert Config(hf_checkpoint="x", algorithm=name, **size).needs_old_logprobs is needed
-    assert not Config(hf_checkpoint="x", algorithm=name).needs_old_logprobs
+    assert Config(hf_checkpoint="x", algorithm=name, **size).scores_policy is needed
+    assert not Config(hf_checkpoint="x", algorithm=name).scores_policy

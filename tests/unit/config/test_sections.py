@@ -75,7 +75,7 @@ def test_the_core_comes_first_and_sections_are_typed():
 def test_what_ranks_share_follows_from_all_sections():
     split = {"tensor_parallel_size": 2, "context_parallel_size": 4, "expert_parallel_size": 8}
     config = Config(hf_checkpoint="x", **split)
-    assert (config.pack_copies, config.token_ranks, config.max_tokens_per_pack) == (8, 4, 4 * 8192)
+    assert (config.pack_copies, config.max_tokens_per_pack) == (8, 4 * 8192)
     assert config.pack_budget == "--max-tokens-per-gpu 8192 x --context-parallel-size 4"
     assert [config.ranks_along(kind) for kind in ("tensor", "context", "experts", "stages")] == [2, 4, 8, 1]
     assert [group.stride for group in config.rank_groups if group.size > 1] == [1, 1, 2]
