@@ -9,7 +9,7 @@ from fsdptrain.checkpoints import EXPORT as EXPORT_FOLDER
 from fsdptrain.cli import is_rank_0, train
 from fsdptrain.config.flags import Option, asks_for_help, config_options, parse
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.rules import ExportChoice
+from fsdptrain.config.rules import EXPORT_CHOICE
 from fsdptrain.config.shipped import find_recipe, summaries
 from fsdptrain.errors import ConfigError
 
@@ -79,7 +79,7 @@ def plan(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     options = EXPORT | {
-        flat: option for flat, option in config_options().items() if all_keys()[flat].marks(ExportChoice)
+        flat: option for flat, option in config_options().items() if EXPORT_CHOICE in all_keys()[flat].field.metadata
     }
     if asks_for_help(argv):
         return _print_options("fsdptrain export [RUN | CHECKPOINT]", EXPORT_USAGE, options)

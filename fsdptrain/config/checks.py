@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.rules import Column, Excludes, NoEffectError, Package, Problem, Requires, Rule
+from fsdptrain.config.rules import COLUMN, Excludes, NoEffectError, Package, Problem, Requires, Rule
 from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def check_data_options(config: Config) -> None:
     """
     names = [name for name in (config.data.prompt_data, config.data.eval_prompt_data) if name]
     if all(name.startswith("reasoning_gym:") or name == "environment" for name in names):
-        columns = [flat for flat, key in all_keys().items() if key.marks(Column)]
+        columns = [flat for flat, key in all_keys().items() if COLUMN in key.field.metadata]
         reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
         _raise_first(config.without_effect(columns, reason))
 

@@ -8,12 +8,13 @@ from pydantic import Field
 
 from fsdptrain.config.presets import is_custom
 from fsdptrain.config.rules import (
+    EXPORT_CHOICE,
     FSDP_ONLY,
     NEEDS_KL,
     NEUTRAL,
+    NOT_EXPORTED,
     REFUSED,
     RL_ONLY,
-    RUNS_CODE,
     TUNING,
     IdleWith,
     Package,
@@ -40,7 +41,7 @@ class ModelConfig(Section):
     backend: Annotated[Literal["fsdp", "megatron"], Package("megatron.core", "megatron", "megatron")] = "fsdp"
     """`fsdp`: the transformers model under PyTorch FSDP2. `megatron`: the megatron-core model, for a few families:
     docs/megatron.md."""
-    trust_remote_code: Annotated[bool, RUNS_CODE] = False
+    trust_remote_code: Annotated[bool, EXPORT_CHOICE, NOT_EXPORTED] = False
     """Run Python code from the checkpoint. Only for authors whom you trust."""
     attn_implementation: Annotated[
         Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], NEUTRAL, FSDP_ONLY

@@ -72,20 +72,12 @@ class Excludes(Rule):
     """The option does not work if one of the conditions holds."""
 
 
-class Column:
-    """Marks an option that names a column of --prompt-data: it has no effect on data without columns."""
+class Mark(Enum):
+    """What else an option is."""
 
-
-class ExportChoice:
-    """Marks an option that `fsdptrain export` accepts too."""
-
-
-class NotExported:
-    """Marks an option that `fsdptrain export` does not take from the run: only training needs it."""
-
-
-class RunsCode(ExportChoice, NotExported):
-    """Marks an option that makes loading a model run foreign code, which the run's folder must not decide."""
+    COLUMN = "names a column of --prompt-data: it has no effect on data without columns"
+    EXPORT_CHOICE = "`fsdptrain export` accepts it too"
+    NOT_EXPORTED = "`fsdptrain export` does not take it from the run: only training needs it, or it runs foreign code"
 
 
 @dataclass(frozen=True)
@@ -139,8 +131,8 @@ class OnResume(Enum):
     NEUTRAL = "the same training"
 
 
-COLUMN, EXPORT_CHOICE, NOT_EXPORTED, RUNS_CODE = Column(), ExportChoice(), NotExported(), RunsCode()
 REFUSED, TUNING, NEUTRAL = OnResume.REFUSED, OnResume.TUNING, OnResume.NEUTRAL
+COLUMN, EXPORT_CHOICE, NOT_EXPORTED = Mark.COLUMN, Mark.EXPORT_CHOICE, Mark.NOT_EXPORTED
 FSDP_ONLY = Excludes("backend=megatron")
 RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, e.g. grpo")
 NEEDS_KL = Requires("kl_loss_coef", fix="set it, e.g. to 0.001")

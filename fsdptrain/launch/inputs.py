@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fsdptrain.config.checks import check_packages
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.rules import Column
+from fsdptrain.config.rules import COLUMN
 from fsdptrain.data.sources import GENERATOR
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.rewards.build import check_reward
@@ -63,5 +63,5 @@ def check_output_dir(config: Config) -> None:
 
 def image_key(config: Config) -> str | None:
     """Return the column of images: the option of a feature that names a column."""
-    keys = (key for key in all_keys().values() if key.marks(Column) and key.section != config.data.NAME)
+    keys = (key for key in all_keys().values() if COLUMN in key.field.metadata and key.section != config.data.NAME)
     return next((column for key in keys if (column := key.value(config)) is not None), None)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fsdptrain.config.rules import NEUTRAL, REFUSED, RUNS_CODE, Excludes, RankGroup, Requires
+from fsdptrain.config.rules import EXPORT_CHOICE, NEUTRAL, NOT_EXPORTED, REFUSED, Excludes, RankGroup, Requires
 from fsdptrain.config.section import Section
 
 _WHOLE_VOCABULARY = Excludes(
@@ -28,7 +28,7 @@ class MegatronConfig(Section):
         default=1, ge=1
     )
     """Processes over which the experts of a layer are distributed; each expert is whole on one process."""
-    spec: Annotated[str | None, REFUSED, RUNS_CODE] = None
+    spec: Annotated[str | None, REFUSED, EXPORT_CHOICE, NOT_EXPORTED] = None
     """`package.module:function` that builds the layers instead of the backend: (transformer_config, hf_config, *,
     vp_stage=None) -> block spec."""
 

@@ -11,7 +11,7 @@ from fsdptrain.checkpoints import CONFIG_FILE
 from fsdptrain.config import Config, check_world_size
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
-from fsdptrain.config.rules import NotExported
+from fsdptrain.config.rules import NOT_EXPORTED
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export_folder import check_target
@@ -32,7 +32,7 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     if not recipe.is_file():
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
     no_reference = {"kl_loss_coef": 0.0}
-    not_exported = {key.flat: key.default for key in all_keys().values() if key.marks(NotExported)}
+    not_exported = {key.flat: key.default for key in all_keys().values() if NOT_EXPORTED in key.field.metadata}
     config = load_recipe(recipe, **{**no_reference, **not_exported, "fsdp_replicate_size": 1, **choices})
     config = config.with_values(optimizer="sgd", offload_optimizer=False)  # has no state
     with platform.process_group(config.launch.dist_timeout):

@@ -13,7 +13,7 @@ from fsdptrain import cli
 from fsdptrain.config import Config
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
-from fsdptrain.config.rules import Column
+from fsdptrain.config.rules import COLUMN
 from fsdptrain.config.shipped import recipe_names
 from tests import configs
 from tests.recipe_headers import HARDWARE, RECIPES, read_header
@@ -59,7 +59,7 @@ def make_files_of(config: Config, folder: Path) -> None:
         model = folder / config.model.hf_checkpoint
         model.mkdir(parents=True)
         shutil.copy(configs.CONFIGS / "qwen3-4b" / "config.json", model)
-    columns = [value for key in all_keys().values() if key.marks(Column) and (value := key.value(config))]
+    columns = [value for key in all_keys().values() if COLUMN in key.field.metadata and (value := key.value(config))]
     path = folder / config.data.prompt_data.partition("?")[0]
     if path.suffix == ".jsonl":
         path.parent.mkdir(parents=True, exist_ok=True)
