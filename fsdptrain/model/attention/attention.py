@@ -198,16 +198,8 @@ def attention_by_segment(
     query: Tensor, key: Tensor, value: Tensor, spans: list[int], key_spans: list[int], options: AttentionOptions
 ) -> Tensor:
     """Run `segment_attention` on each pair of `spans` queries and `key_spans` keys. [B, H, S, D] -> [B, S, H, DV]"""
-    one = partial(
-        segment_attention,
-        scale=options.scale,
-        dropout=options.dropout,
-        window=options.window,
-        softcap=options.softcap,
-        sinks=options.sinks,
-    )
     pieces = (query.split(spans, dim=2), key.split(key_spans, dim=2), value.split(key_spans, dim=2))
-    parts = [one(*qkv) for qkv in zip(*pieces, strict=True)]
+    parts = [segment_attention(*qkv, options) for qkv in zip(*pieces, strict=True)]
     return torch.cat([part.transpose(1, 2) for part in parts], dim=1)
 
 
@@ -267,21 +259,17 @@ def segment_attention(
     q: Tensor,  # [B, H, Q, D], the last Q tokens
     k: Tensor,  # [B, HK, L, D]
     v: Tensor,  # [B, HK, L, DV]
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:  # [B, H, Q, DV]
     length = k.shape[2]
-    window = None if window is None or window >= length else window
-    if softcap is not None or sinks is not None or window is not None or q.shape[2] != length:
+    window = None if options.window is None or options.window >= length else options.window
+    if options.softcap is not None or options.sinks is not None or window is not None or q.shape[2] != length:
         from fsdptrain.model.attention.blocks import attention_in_blocks
 
-        return attention_in_blocks(q, k, v, scale=scale, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
+        return attention_in_blocks(q, k, v, options, window)
     v_wide = widen(v, q.shape[-1])  # the fused kernels require one head width (MLA has two)
-    return fused_attention(q, k, v_wide, is_causal=True, dropout_p=dropout, scale=scale)[..., : v.shape[-1]]
+    out = fused_attention(q, k, v_wide, is_causal=True, dropout_p=options.dropout, scale=options.scale)
+    return out[..., : v.shape[-1]]
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

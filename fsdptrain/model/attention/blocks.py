@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdptrain.model.attention.attention import fused_attention, widen
+from fsdptrain.model.attention.attention import AttentionOptions, fused_attention, widen
 
 BLOCK = 512  # queries per block where scores are materialized
 
@@ -20,18 +20,14 @@ def attention_in_blocks(
     q: Tensor,  # [B, H, Q, D], the last Q tokens
     k: Tensor,  # [B, HK, L, D]
     v: Tensor,  # [B, HK, L, DV]
-    *,
-    scale: float,
-    dropout: float,
+    options: AttentionOptions,
     window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
 ) -> Tensor:  # [B, H, Q, DV]
-    """Compute causal attention of one segment, block by block."""
-    if softcap is not None or sinks is not None:
-        block = partial(_by_scores, scale=scale, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
+    """Compute causal attention of one segment, block by block. window: None if it is longer than the segment."""
+    if options.softcap is not None or options.sinks is not None:
+        block = partial(_by_scores, options=options, window=window)
         return _in_blocks(block, q, k, v, window, recompute=k.shape[2] > BLOCK)
-    block = partial(_by_mask, scale=scale, dropout=dropout, window=window)
+    block = partial(_by_mask, options=options, window=window)
     return _in_blocks(block, q, k, widen(v, q.shape[-1]), window)[..., : v.shape[-1]]
 
 
@@ -61,11 +57,9 @@ def _visible(num_queries: int, num_keys: int, offset: int, window: int | None, d
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
 
-def _by_mask(
-    q: Tensor, k: Tensor, v: Tensor, offset: int, *, scale: float, dropout: float, window: int | None
-) -> Tensor:
+def _by_mask(q: Tensor, k: Tensor, v: Tensor, offset: int, *, options: AttentionOptions, window: int | None) -> Tensor:
     mask = _visible(q.shape[2], k.shape[2], offset, window, q.device)
-    return fused_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return fused_attention(q, k, v, attn_mask=mask, dropout_p=options.dropout, scale=options.scale)
 
 
 def _by_scores(
@@ -74,23 +68,20 @@ def _by_scores(
     v: Tensor,
     offset: int,
     *,
-    scale: float,
-    dropout: float,
+    options: AttentionOptions,
     window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
 ) -> Tensor:
     """Compute softmax attention explicitly in float32. Supports softcap and sinks (gemma2, gpt_oss) in plain torch."""
     batch, heads, length, _ = q.shape
     groups = heads // k.shape[1]
-    scores = q.unflatten(1, (-1, groups)) @ k[:, :, None].transpose(-1, -2) * scale  # [B, HK, G, Q, K]
+    scores = q.unflatten(1, (-1, groups)) @ k[:, :, None].transpose(-1, -2) * options.scale  # [B, HK, G, Q, K]
     scores = scores.flatten(1, 2).to(torch.promote_types(q.dtype, torch.float32))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~_visible(length, k.shape[2], offset, window, q.device), float("-inf"))
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+    if options.sinks is not None:
+        column = options.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(dim=-1)[..., : k.shape[2]].to(q.dtype)
-    weights = F.dropout(weights, dropout) if dropout else weights
+    weights = F.dropout(weights, options.dropout) if options.dropout else weights
     return (weights.unflatten(1, (-1, groups)) @ v[:, :, None]).flatten(1, 2)
