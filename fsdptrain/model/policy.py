@@ -7,6 +7,7 @@ stays available for `check_head`.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fsdptrain.algo.weights import count_totals
+from fsdptrain.data.packing.pack import pack
 from fsdptrain.distributed import gather, one_line
 from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import NumericsError
@@ -26,7 +29,7 @@ from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.rows import Layout, core_rows
 from fsdptrain.model.structure import base_model, lm_head, reshard
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
-from fsdptrain.types import Images, LogProbs, PackedBatch, positions_of
+from fsdptrain.types import Images, LogProbs, PackedBatch, Sample
 
 if TYPE_CHECKING:
     from fsdptrain.feature import Rows
@@ -206,27 +209,10 @@ def head_transform(config: PreTrainedConfig) -> HeadTransform:
 
 def plain_batch(segments: list[list[int]], *, device: torch.device, images: Images | None = None) -> PackedBatch:
     """Build a pack of whole token lists with a loss on every next token, for checks without samples or weights."""
-    tokens = torch.tensor([token for segment in segments for token in segment])
-    seqlens = tuple(len(segment) for segment in segments)
-    ends = torch.tensor(seqlens).cumsum(0)
-    mask = torch.ones(len(tokens), dtype=torch.bool)
-    mask[ends - 1] = False
-    zeros, positions = torch.zeros(len(tokens)), positions_of(mask)
-    return PackedBatch(
-        input_ids=tokens,
-        labels=tokens.roll(-1) * mask,
-        position_ids=torch.cat([torch.arange(length) for length in seqlens]),
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
-        seqlens=seqlens,
-        loss_mask=mask,
-        loss_positions=positions,
-        loss_places=positions.numpy(),
-        loss_weights=mask.float(),
-        advantages=zeros,
-        rollout_logprobs=zeros,
-        num_loss_tokens=int(mask.sum()),
-        images=images,
-    ).to(device)
+    samples = [Sample("", ids, [False] + [True] * (len(ids) - 1), [0.0] * len(ids)) for ids in segments]
+    totals = count_totals([len(ids) - 1 for ids in segments])
+    batch = pack(samples, aggregation="token_mean", totals=totals, max_response_len=1)
+    return replace(batch, loss_weights=batch.loss_mask.float(), images=images).to(device)
 
 
 @contextmanager
