@@ -24,7 +24,7 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import process_group
 from fsdptrain.trainer.batches import PackingRules, make_batches
-from fsdptrain.trainer.logprobs import LogprobPasses
+from fsdptrain.trainer.logprobs import compute_logprobs
 from fsdptrain.types import LossConfig, LossOutput, Sample
 from tests.testing import no_checkpointing, tiny_tokenizer
 
@@ -140,7 +140,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: bool) -> Iterator[St
 
             (batches,) = make_batches(samples, rules, rollout=0)
             phases("prepare")
-            (batches,) = LogprobPasses(config, backend, backend.features).compute([batches])
+            (batches,) = compute_logprobs(config, backend, [batches])
             phases("logprobs")
             hook = backend.model.register_forward_pre_hook(lambda *_: phases("backward and optimizer"))
             metrics = backend.train_step(batches.packs, loss, settings)

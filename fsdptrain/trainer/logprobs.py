@@ -1,14 +1,13 @@
 """Old and reference logprobs of a rollout, computed before its first update."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.presets import is_custom
 from fsdptrain.config.rules import Fact
-from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.types import LogProbs, PackedBatch
 
@@ -16,40 +15,31 @@ if TYPE_CHECKING:
     from fsdptrain.protocols import TrainBackend
 
 
-@dataclass(frozen=True)
-class LogprobPasses:
-    """Fills `old_logprobs` and `ref_logprobs` of packs. Collective, because the backend's methods are."""
+def compute_logprobs(config: Config, backend: "TrainBackend", steps: Sequence[StepBatches]) -> list[StepBatches]:
+    """Fill `old_logprobs` and `ref_logprobs` of packs, as far as the loss reads them. Collective."""
+    packs = [pack for step in steps for pack in step.packs]
+    if config.algorithm.algorithm == "sft":
+        return list(steps)
+    if config.algorithm.use_rollout_logprobs:
+        packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
+    elif config.scores_policy:
+        start = len(steps[0].packs) if _first_step_is_on_policy(config) else 0
+        logprobs = backend.compute_logprobs(packs[start:], "policy")
+        scored = _with(packs[start:], "old_logprobs", logprobs)
+        packs = [*packs[:start], *map(_with_extras, scored, logprobs)]
+    if config.needs_reference:
+        packs = _with(packs, "ref_logprobs", backend.compute_logprobs(packs, "reference"))
+    remaining = iter(backend.features.chained(lambda feature, scored: feature.score_packs(scored), packs))
+    return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
 
-    config: Config
-    backend: "TrainBackend"
-    features: Features = NO_FEATURES
 
-    def compute(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
-        """Compute the logprobs that the loss reads."""
-        algorithm = self.config.algorithm
-        packs = [pack for step in steps for pack in step.packs]
-        if algorithm.algorithm == "sft":
-            return list(steps)
-        if algorithm.use_rollout_logprobs:
-            packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
-        elif self.config.scores_policy:
-            start = len(steps[0].packs) if self._first_step_is_on_policy else 0
-            logprobs = self.backend.compute_logprobs(packs[start:], "policy")
-            scored = _with(packs[start:], "old_logprobs", logprobs)
-            packs = [*packs[:start], *map(_with_extras, scored, logprobs)]
-        if self.config.needs_reference:
-            packs = _with(packs, "ref_logprobs", self.backend.compute_logprobs(packs, "reference"))
-        remaining = iter(self.features.chained(lambda feature, scored: feature.score_packs(scored), packs))
-        return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
+def _first_step_is_on_policy(config: Config) -> bool:
+    """Whether the first step needs no old logprobs: the policy that it trains is the one that would compute them.
 
-    @property
-    def _first_step_is_on_policy(self) -> bool:
-        """Whether the first step needs no old logprobs: the policy that it trains is the one that would compute them.
-
-        Not if something else reads them: later epochs, a feature, or a loss of the user.
-        """
-        reads = self.config.has(Fact.POLICY_SCORES)
-        return not reads and not is_custom(self.config.algorithm.loss) and self.config.batch.epochs_per_rollout == 1
+    Not if something else reads them: later epochs, a feature, or a loss of the user.
+    """
+    is_read = config.has(Fact.POLICY_SCORES) or is_custom(config.algorithm.loss)
+    return not is_read and config.batch.epochs_per_rollout == 1
 
 
 def _with_extras(pack: PackedBatch, logprobs: LogProbs) -> PackedBatch:

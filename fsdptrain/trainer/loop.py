@@ -18,7 +18,7 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, in_epochs, pack_rollout
-from fsdptrain.trainer.logprobs import LogprobPasses
+from fsdptrain.trainer.logprobs import compute_logprobs
 from fsdptrain.trainer.phases import Phases, step_profiler
 from fsdptrain.trainer.progress import Progress
 from fsdptrain.trainer.reporting import Reporter
@@ -63,7 +63,6 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         config, backend = self.config, self.backend
         self._rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
-        self._logprobs = LogprobPasses(config, backend, backend.features)
         self._profiler = step_profiler(config, self.folder)
         self._progress = Progress(config, self.run_folder, backend=backend, stream=self.stream, report=self.report)
 
@@ -132,7 +131,7 @@ class TrainingLoop:
             self._call("on_rollout", rollout.samples)
             steps = pack_rollout(self.config, rollout, self._rules, self.step)  # as many packs on every rank
             with self.phases("logprobs"):  # of the old policy and the reference, before the first update
-                steps = self._logprobs.compute(steps)
+                steps = compute_logprobs(self.config, self.backend, steps)
             steps = in_epochs(steps, self.config.batch.epochs_per_rollout, seed=f"{self._rules.seed}/{self.step}")
             trained = self._optimize(steps)
             self._progress.step += 1

@@ -19,7 +19,7 @@ from fsdptrain.config import Config
 from fsdptrain.features.distillation.divergence import generalized_jsd, with_rest
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.trainer.batches import PackingRules, make_batches
-from fsdptrain.trainer.logprobs import LogprobPasses
+from fsdptrain.trainer.logprobs import compute_logprobs
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import LossConfig, Sample
 from tests.exact import Exact, backends_in_float64, in_float64
@@ -72,7 +72,7 @@ def _gradients(student: str, teacher: str, case: Case) -> dict[str, Tensor]:
     backend = FSDPBackend(config, total_steps=1)
     rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
     steps = make_batches(own_share(samples_of(case)), rules, rollout=0)
-    [step] = LogprobPasses(config, backend, backend.features).compute(steps)
+    [step] = compute_logprobs(config, backend, steps)
     backend._optimizer.clip = _stop
     with suppress(_EnoughError):
         backend.train_step(step.packs, LOSSES["grpo"], LossConfig())

@@ -9,9 +9,10 @@ import torch
 from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import pack
 from fsdptrain.data.packing.sample_index import gather_index
+from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.protocols import ModelRole, TrainBackend
 from fsdptrain.trainer.batches import StepBatches
-from fsdptrain.trainer.logprobs import LogprobPasses
+from fsdptrain.trainer.logprobs import compute_logprobs
 from fsdptrain.types import LogProbs, PackedBatch, Sample
 
 SAMPLES = [Sample("g", [1, 2, 3], [False, True, True], [0.0, -0.5, -0.25]) for _ in range(2)]
@@ -19,6 +20,8 @@ SAMPLES = [Sample("g", [1, 2, 3], [False, True, True], [0.0, -0.5, -0.25]) for _
 
 class Scored:
     """Returns the number of the call as logprobs, and records the models."""
+
+    features = NO_FEATURES
 
     def __init__(self) -> None:
         self.asked: list[ModelRole] = []
@@ -55,8 +58,7 @@ BYPASS = {"use_rollout_logprobs": True}
 )
 def test_only_needed_logprobs_are_computed_and_passed_to_the_loss(values, asked, seen):
     backend, before = Scored(), two_steps()
-    scorer = LogprobPasses(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend))
-    steps = scorer.compute(before)
+    steps = compute_logprobs(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend), before)
     assert backend.asked == asked
     for number, (step, given) in enumerate(zip(steps, before, strict=True)):
         [packed] = step.packs
