@@ -58,11 +58,6 @@ log = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class Closing(Protocol):
-    def close(self) -> None: ...
-
-
-@runtime_checkable
 class FeatureEngine(Protocol):
     """Engine whose model needs hooks of features, such as images in prompts."""
 
@@ -180,9 +175,7 @@ def build_loop(
                 has_deadlines = run.environment is not None and run.environment.is_agent
                 threads = open_threads(config, engine, stack, has_deadlines=has_deadlines)
             weight_sync = build_weight_sync(config, engine, backend)
-            sampler = build_sampler(config, run.tokenizer, engine, run.rewards, run.environment)
-            if isinstance(sampler, Closing):
-                stack.callback(sampler.close)
+            sampler = build_sampler(config, run.tokenizer, engine, run.rewards, run.environment, stack)
             if data.prompts:
                 from fsdptrain.trainer.evaluation import Evaluation
 

@@ -23,7 +23,7 @@ from fsdptrain.trainer.phases import Phases, step_profiler
 from fsdptrain.trainer.progress import Progress
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import EXPORT, RunFolder
-from fsdptrain.trainer.samples.source import RolloutBatch, SampleSource
+from fsdptrain.trainer.samples.source import RolloutBatch, RolloutSource
 from fsdptrain.trainer.shown import sample_rows
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Metrics
@@ -31,6 +31,7 @@ from fsdptrain.types import Metrics
 if TYPE_CHECKING:
     from fsdptrain.protocols import Loss, TrainBackend
     from fsdptrain.trainer.evaluation import Evaluation
+    from fsdptrain.trainer.samples.sft import SftSource
     from fsdptrain.trainer.sft_evaluation import LossEvaluation
     from fsdptrain.trainer.trainer import Trainer
 
@@ -45,7 +46,7 @@ class TrainingLoop:
     run_folder: RunFolder
     tokenizer: PreTrainedTokenizerBase
     stream: PromptStream
-    source: SampleSource
+    source: "RolloutSource | SftSource"
     loss: "Loss"
     advantages: AdvantageRule
     backend: "TrainBackend"

@@ -24,7 +24,7 @@ from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
-from fsdptrain.trainer.samples.source import RolloutSource, SampleSource
+from fsdptrain.trainer.samples.source import RolloutSource
 from fsdptrain.types import Episode
 
 if TYPE_CHECKING:
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from fsdptrain.data.sft import SampleBuilder
     from fsdptrain.protocols import RewardFunction, RolloutEngine
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
+    from fsdptrain.trainer.samples.sft import SftSource
 
 log = logging.getLogger(__name__)
 
 _TRIALS = 3  # rows with which rewards are called before the model is loaded
 
 # imported when a run has an agent
-AGENT_SAMPLER = registry.Table[Callable[..., Sampler]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
+AGENT_SAMPLER = registry.Table[Callable[..., Any]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
 
 
 def open_rewards(
@@ -72,8 +73,9 @@ def build_sampler(
     engine: "RolloutEngine",
     reward: ParallelReward,
     environment: "LoadedEnvironment | None",
+    stack: ExitStack,
 ) -> Sampler:
-    """Build the sampler of single responses, or of episodes."""
+    """Build the sampler of single responses, or of episodes. stack: closes the endpoint of agents."""
     if environment is None:
         return SingleTurn(engine, reward, tokenizer)
     options: dict[str, Any] = {
@@ -83,7 +85,9 @@ def build_sampler(
     }
     if environment.is_agent:
         with raise_on_all_ranks(ConfigError, "--environment"):
-            return AGENT_SAMPLER["agent"](config, tokenizer, agent=environment.environment, **options)
+            sampler = AGENT_SAMPLER["agent"](config, tokenizer, agent=environment.environment, **options)
+            stack.callback(sampler.close)
+            return sampler
     from fsdptrain.trainer.samples.multi_turn import MultiTurn
 
     return MultiTurn.of(config, tokenizer, environment=environment, **options)
@@ -115,7 +119,7 @@ def build_source(
     *,
     engine: "RolloutEngine | None",
     threads: Executor | None,
-) -> SampleSource:
+) -> "RolloutSource | SftSource":
     """Build the source of training samples. threads: where groups are generated with --max-staleness."""
     if builder is not None:
         from fsdptrain.trainer.samples.sft import SftSource
@@ -138,9 +142,16 @@ def build_source(
         values["rules"] = SelectionRules(dynamic=True, max_rounds=config.selection.dynamic_sampling_max_rounds)
     if threads is None:
         return RolloutSource(**values)
-    from fsdptrain.trainer.samples.continuous import build_continuous
+    from fsdptrain.trainer.samples.continuous import ContinuousSource, SteppedEngine
 
-    return build_continuous(config, engine, threads, **values)
+    return ContinuousSource(
+        **values,
+        threads=threads,
+        stepped=engine if isinstance(engine, SteppedEngine) else None,
+        max_staleness=config.sync.max_staleness,
+        num_rollouts=config.run.num_rollout,
+        timeout=config.launch.dist_timeout,
+    )
 
 
 def shaping_rule(config: Config) -> "ShapingRule | None":

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
@@ -233,17 +232,3 @@ def _num_threads(config: Config) -> int:
     if config.environment.has_episodes:
         groups = min(groups, config.environment.environment_workers // config.algorithm.n_samples_per_prompt)
     return max(1, min((1 + config.sync.max_staleness) * groups, MAX_THREADS))
-
-
-def build_continuous(
-    config: Config, engine: RolloutEngine | None, threads: Executor, **values: Any
-) -> ContinuousSource:
-    """Build the source; values: the fields of a `RolloutSource`."""
-    return ContinuousSource(
-        **values,
-        threads=threads,
-        stepped=engine if isinstance(engine, SteppedEngine) else None,
-        max_staleness=config.sync.max_staleness,
-        num_rollouts=config.run.num_rollout,
-        timeout=config.launch.dist_timeout,
-    )

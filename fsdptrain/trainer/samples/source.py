@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -36,26 +36,12 @@ class RolloutBatch:
     images: Mapping[str, Images] = field(default_factory=dict)  # of the prompts of all ranks, by prompt id
 
 
-class SampleSource(Protocol):
-    """Source of training samples. Every method is collective: if one rank fails, all ranks raise."""
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether rollouts are generated in the background while the trainer works."""
-        ...
-
-    def run_ahead(self, step: int) -> None:
-        """Start the rollouts that are allowed once the engine has the weights of version `step`."""
-        ...
-
-    def collect(self, step: int) -> RolloutBatch: ...
-
-
 @dataclass
 class RolloutSource:
     """Draws prompts from a stream, samples and scores them on the training thread, and computes advantages.
 
-    The main thread draws prompts and records results, identically on all ranks.
+    The main thread draws prompts and records results, identically on all ranks. Every method is collective: if one rank
+    fails, all ranks raise.
     """
 
     stream: PromptStream
@@ -70,6 +56,7 @@ class RolloutSource:
 
     @property
     def in_flight(self) -> bool:
+        """Whether rollouts are generated in the background while the trainer works."""
         return False
 
     def run_ahead(self, step: int) -> None:
