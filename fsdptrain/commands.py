@@ -10,8 +10,9 @@ from fsdptrain.cli import is_rank_0, train
 from fsdptrain.config.flags import Option, asks_for_help, config_options, parse
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import EXPORT_CHOICE
-from fsdptrain.config.shipped import find_recipe, summaries
+from fsdptrain.config.shipped import FOLDER, find_recipe, read_summary
 from fsdptrain.errors import ConfigError
+from fsdptrain.registry import Table
 
 EXPORT_EXAMPLE = "fsdptrain export runs/Qwen3-4B-grpo, or one of its checkpoints with --output my-model"
 EXPORT = {
@@ -55,7 +56,7 @@ def recipes(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         sys.stdout.write(RECIPES_USAGE)
     elif not argv:
-        rows = [(found.name, found.hardware, found.about) for found in summaries()]
+        rows = [read_summary(path) for path in sorted(FOLDER.glob("*.yaml"))]
         first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
         sys.stdout.writelines(f"{name:<{first}}  {hardware:<{second}}  {about}\n" for name, hardware, about in rows)
     elif argv[0] == "show" and len(argv) == 2:
@@ -63,18 +64,6 @@ def recipes(argv: Sequence[str]) -> int:
     else:
         raise ConfigError(f"recipes {' '.join(argv)}: it is fsdptrain recipes, or fsdptrain recipes show NAME")
     return 0
-
-
-def inspect(argv: Sequence[str]) -> int:
-    from fsdptrain.tools.inspect import command
-
-    return command.inspect(argv)
-
-
-def plan(argv: Sequence[str]) -> int:
-    from fsdptrain.tools.plan import command
-
-    return command.plan(argv)
 
 
 def export(argv: Sequence[str]) -> int:
@@ -140,25 +129,21 @@ def report(argv: Sequence[str]) -> int:
     return report_runs(argv)
 
 
-def watch(argv: Sequence[str]) -> int:
-    from fsdptrain.tools.watch import command
-
-    return command.watch(argv)
-
-
 def _print_options(prog: str, description: str, options: Mapping[str, Option]) -> int:
     from fsdptrain.help_text import print_options
 
     return print_options(prog, description, options)
 
 
-FUNCTIONS: dict[str, Callable[[Sequence[str]], int]] = {
-    "demo": demo,
-    "recipes": recipes,
-    "inspect": inspect,
-    "plan": plan,
-    "export": export,
-    "report": report,
-    "eval": evaluate,
-    "watch": watch,
-}
+FUNCTIONS = Table[Callable[[Sequence[str]], int]](
+    {
+        "demo": "fsdptrain.commands:demo",
+        "recipes": "fsdptrain.commands:recipes",
+        "inspect": "fsdptrain.tools.inspect.command:inspect",
+        "plan": "fsdptrain.tools.plan.command:plan",
+        "export": "fsdptrain.commands:export",
+        "report": "fsdptrain.commands:report",
+        "eval": "fsdptrain.commands:evaluate",
+        "watch": "fsdptrain.tools.watch.command:watch",
+    }
+)

@@ -7,7 +7,6 @@ The first line of a recipe says what it trains, and another line of the first co
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdptrain.errors import ConfigError
@@ -18,15 +17,6 @@ SUFFIXES = (".yaml", ".yml")
 _SENTENCE = re.compile(r"# (.+\.)")
 _HARDWARE = re.compile(r"# Hardware: (.+)")
 _COMMENT = re.compile(r"(?:#.*\n)+")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Header of a recipe. "-": the recipe lacks the line."""
-
-    name: str
-    about: str
-    hardware: str
 
 
 def recipe_names() -> list[str]:
@@ -54,16 +44,11 @@ def find_recipe(name: str | Path, *, what: str = "--recipe") -> Path:
     )
 
 
-def summaries() -> list[Summary]:
-    """Return the headers of all included recipes."""
-    return [read_summary(FOLDER / f"{name}.yaml") for name in recipe_names()]
-
-
-def read_summary(path: Path) -> Summary:
-    """Read the header of a recipe."""
+def read_summary(path: Path) -> tuple[str, str, str]:
+    """Return the name of a recipe, and hardware and sentence of its header. "-": it lacks the line."""
     text = path.read_text()
     header = _COMMENT.match(text)
     lines = header[0].splitlines() if header else []
     about = next((found[1] for line in lines[:1] if (found := _SENTENCE.fullmatch(line))), "-")
     hardware = next((found[1] for line in lines if (found := _HARDWARE.fullmatch(line))), "-")
-    return Summary(path.stem, about, hardware)
+    return path.stem, hardware, about

@@ -88,9 +88,9 @@ def test_recipe_that_contradicts_itself_is_refused(recipe) -> None:
 def test_a_header_without_these_lines_is_listed_as_a_dash(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("# no sentence\nlr: 1\n# Hardware: not in the header\n")
-    assert (read_summary(path).about, read_summary(path).hardware) == ("-", "-")
+    assert read_summary(path) == ("x", "-", "-")
     path.write_text("lr: 1\n")
-    assert (read_summary(path).about, read_summary(path).hardware) == ("-", "-")
+    assert read_summary(path) == ("x", "-", "-")
 
 
 def test_an_existing_file_wins_over_an_included_recipe(tmp_path, monkeypatch):
