@@ -13,7 +13,7 @@ from fsdptrain.config.sft import LossOn
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
-from fsdptrain.data.sft_forms import THOUGHTS, Conversation, Text, Unusable, UnusableRowError
+from fsdptrain.data.sft_forms import THOUGHTS, Conversation, Text, UnusableRowError
 from fsdptrain.data.sft_masks import ConversationEncoder
 from fsdptrain.data.text import plain_tokens
 from fsdptrain.errors import ConfigError, DataError
@@ -76,8 +76,8 @@ class SampleBuilder:
 
     def _build(self, prompt: Prompt) -> Sample:
         label = prompt.label
-        if isinstance(label, Unusable):
-            raise label.error
+        if isinstance(label, UnusableRowError):
+            raise label
         if isinstance(label, Conversation):
             return make_sample(prompt.id, *self._encoder.encode(label))
         if isinstance(label, Text):

@@ -23,7 +23,10 @@ _CONVERTED = {"conversations": "ShareGPT", "instruction": "Alpaca"}  # column ->
 
 
 class UnusableRowError(DataError):
-    """A row that cannot be trained. Supervised training skips and counts it. kind: the reason, for counting."""
+    """A row that cannot be trained. Supervised training skips and counts it. kind: the reason, for counting.
+
+    It is the label of a row whose columns have other values than its form needs.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -43,13 +46,6 @@ class Text:
     """Text to train on as it is, followed by the end-of-sequence token."""
 
     text: str
-
-
-@dataclass(frozen=True)
-class Unusable:
-    """A row whose columns have other values than its form needs."""
-
-    error: UnusableRowError
 
 
 def form_reader(
@@ -77,7 +73,7 @@ def form_reader(
         try:
             return Row(row_id, *convert(values, data.input_key))
         except UnusableRowError as error:
-            return Row(row_id, row_id, Unusable(UnusableRowError(error.kind, f"row {row_id}: {error}")))
+            return Row(row_id, row_id, UnusableRowError(error.kind, f"row {row_id}: {error}"))
 
     return data, read
 
@@ -102,7 +98,7 @@ def usable_or_marked(read: Callable[[Values, str], Row]) -> Callable[[Values, st
         try:
             return read(values, row_id)
         except DataError as error:
-            return Row(row_id, row_id, Unusable(UnusableRowError("columns", str(error))))
+            return Row(row_id, row_id, UnusableRowError("columns", str(error)))
 
     return marked
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.rows import Row, Rows
-from fsdptrain.data.sft_forms import Conversation, Text, Unusable
+from fsdptrain.data.sft_forms import Conversation, Text, UnusableRowError
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
@@ -104,9 +104,9 @@ def test_an_unknown_form_is_one_line(values, sft, data, message) -> None:
 )
 def test_a_row_with_other_values_than_its_form_needs_is_marked(values, kind) -> None:
     label = row_of(values).label
-    assert isinstance(label, Unusable)
-    assert label.error.kind == kind
-    assert "row dataset:0" in str(label.error)
+    assert isinstance(label, UnusableRowError)
+    assert label.kind == kind
+    assert "row dataset:0" in str(label)
 
 
 @pytest.mark.parametrize("arguments", [{"a": 2}, '{"a": 2}'])
