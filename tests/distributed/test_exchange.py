@@ -86,13 +86,6 @@ def test_what_all_ranks_gather_of_a_sample_has_no_value_per_token() -> None:
         assert not record.versions
 
 
-def test_one_process_without_a_group_needs_no_exchange() -> None:
-    samples = make_samples(2)
-    index = gather_index(samples)
-    assert exchange_samples(samples, [[4, 2, 0]], index=index) == [samples[4], samples[2], samples[0]]
-    assert exchange_samples([], [[]], index=gather_index([])) == []
-
-
 def test_loss_tokens_of_all_ranks_are_the_denominator() -> None:
     samples = [sample for rank in range(4) for sample in make_samples(rank)]
     totals = gather_index(samples).totals(*[range(len(samples))] * 2)

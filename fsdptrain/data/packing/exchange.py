@@ -32,16 +32,14 @@ def exchange_samples(
         destinations: [rank] -> global indices, each at most once per rank; equal on all ranks.
     """
     assert all(len(set(wanted)) == len(wanted) for wanted in destinations), "a rank gets a sample twice"
-    rank, num_ranks = _rank_and_size()
-    if num_ranks == 1:
-        return [samples[i] for i in destinations[0]]
+    rank = dist.get_rank()
     first = index.of_rank(rank).start
     outgoing = [[samples[i - first] for i in wanted if index.owners[i] == rank] for wanted in destinations]
     integers = _all_to_all([_column(map(_integers, batch), np.int64) for batch in outgoing])
     logprobs = _all_to_all([_column((sample.rollout_logprobs for sample in batch), np.float64) for batch in outgoing])
     records = [record for part in gather([_without_tokens(sample) for sample in samples]) for record in part]
     arrived: dict[int, Sample] = {}
-    for source in range(num_ranks):
+    for source in range(dist.get_world_size()):
         numbers = [i for i in destinations[rank] if index.owners[i] == source]
         lengths = [index.lengths[i] for i in numbers]
         counts = [(2 + (records[i].versions is not None)) * index.lengths[i] for i in numbers]
@@ -49,10 +47,6 @@ def exchange_samples(
         arrived |= {i: _with_tokens(records[i], *tokens) for i, *tokens in parts}
     found = [arrived[i] for i in destinations[rank]]
     return found if index.route_shape is None else _with_routes(found, outgoing, destinations[rank], index)
-
-
-def _rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _all_to_all(parts: Sequence[Tensor]) -> list[Tensor]:

@@ -28,7 +28,6 @@ class GroupResult:
     """Rewards of the samples of one prompt, before shaping."""
 
     owner: int  # rank that holds the samples
-    num_samples: int
     num_scored: int
     reward_sum: float
     spread: float  # largest minus smallest reward; 0 if nothing was scored
@@ -194,7 +193,6 @@ def group_result(members: Sequence[Sample], *, owner: int) -> GroupResult:
     rewards = [sample.reward for sample in members if sample.reward is not None]
     return GroupResult(
         owner=owner,
-        num_samples=len(members),
         num_scored=len(rewards),
         reward_sum=math.fsum(rewards),
         spread=max(rewards) - min(rewards) if rewards else 0.0,

@@ -12,7 +12,7 @@ SPREADS = st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]), min_size=72, max_
 
 
 def group(spread: float) -> GroupResult:
-    return GroupResult(owner=0, num_samples=8, num_scored=8, reward_sum=8 * spread, spread=spread)
+    return GroupResult(owner=0, num_scored=8, reward_sum=8 * spread, spread=spread)
 
 
 def run(selection: Selection, spreads: list[float]) -> list[int]:
