@@ -7,6 +7,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -38,9 +39,11 @@ def load_rows(
     options = parse_options(query, flag=flag)
     if name.startswith(GENERATOR):
         return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": NUM_GENERATED, **options}, flag=flag)
-    from fsdptrain.data.tables import load_table_rows
+    from fsdptrain.data.tables import as_rows, folder_of, load_table
 
-    return load_table_rows(name, options, data, flag=flag, image_key=image_key, sft=sft)
+    table, path = load_table(name, options, flag=flag), Path(name)
+    name = path.name if path.exists() else name
+    return as_rows(table, data, name=name, flag=flag, folder=folder_of(path), image_key=image_key, sft=sft)
 
 
 def open_rows(

@@ -6,6 +6,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,21 +33,6 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
-
-
-def load_table_rows(
-    name: str,
-    options: dict[str, Any],
-    data: DataConfig,
-    *,
-    flag: str,
-    image_key: str | None,
-    sft: SftConfig | None = None,
-) -> Rows:
-    """Load the table `name`: a file, a folder, or a data set of the hub. options: of `datasets.load_dataset`."""
-    table, path = _load_table(name, options, flag=flag), Path(name)
-    name = path.name if path.exists() else name
-    return as_rows(table, data, name=name, flag=flag, folder=folder_of(path), image_key=image_key, sft=sft)
 
 
 def as_rows(
@@ -93,7 +79,7 @@ def row_reader(
         _check_column(option, column, first, where=where)
     if image_key is not None:
         _check_column("--image-key", image_key, first, where=where)
-    columns = _Columns(data.input_key, data.label_key, image_key, folder)
+    columns = partial(_read_columns, data=data, image_key=image_key, folder=folder)
     if sft is None or image_key is not None:
         return columns
     from fsdptrain.data.sft_forms import usable_or_marked
@@ -122,30 +108,24 @@ class _TableRows:
         return self.read(_read(self.table, index, self.name), f"{self.name}:{index}")
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Converts rows by column names. `label_key` "": no labels. Metadata are all columns but images."""
-
-    input_key: str
-    label_key: str
-    image_key: str | None = None
-    folder: Path = Path()
-
-    def __call__(self, values: Mapping[str, Any], row_id: str) -> Row:
-        image = values.get(self.image_key) if self.image_key else None
-        values = plain({name: value for name, value in values.items() if name != self.image_key})
-        if str(values.get("tools")).strip() not in _NO_TOOLS:
-            raise DataError(
-                f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
-                "message, or remove or rename the column"
-            )
-        return Row(
-            id=row_id,
-            prompt=_checked_prompt(value_in(values, self.input_key), row_id, self.input_key),
-            label=value_in(values, self.label_key) if self.label_key else None,
-            metadata=values,
-            images=as_images(image, self.folder) if self.image_key else (),
+def _read_columns(
+    values: Mapping[str, Any], row_id: str, *, data: DataConfig, image_key: str | None, folder: Path
+) -> Row:
+    """Convert a row by column names. Metadata are all columns but images."""
+    image = values.get(image_key) if image_key else None
+    values = plain({name: value for name, value in values.items() if name != image_key})
+    if str(values.get("tools")).strip() not in _NO_TOOLS:
+        raise DataError(
+            f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
+            "message, or remove or rename the column"
         )
+    return Row(
+        id=row_id,
+        prompt=_checked_prompt(value_in(values, data.input_key), row_id, data.input_key),
+        label=value_in(values, data.label_key) if data.label_key else None,
+        metadata=values,
+        images=as_images(image, folder) if image_key else (),
+    )
 
 
 def _read(table: Any, index: int, name: str) -> Any:
@@ -218,7 +198,8 @@ def is_data_file(name: str, flag: str) -> bool:
     return is_file
 
 
-def _load_table(name: str, options: dict[str, Any], *, flag: str) -> "Table | datasets.Dataset":
+def load_table(name: str, options: dict[str, Any], *, flag: str) -> "Table | datasets.Dataset":
+    """Load a file, a folder, or a data set of the hub. options: of `datasets.load_dataset`."""
     import datasets  # lazy: takes 1 s
 
     path, is_file = Path(name), is_data_file(name, flag)

@@ -21,7 +21,7 @@ from fsdptrain.config.flags import config_options
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
 from fsdptrain.config.rules import Package
-from fsdptrain.data.tables import load_table_rows
+from fsdptrain.data.sources import load_rows
 from fsdptrain.launch.inputs import check_inputs
 from tests import configs
 from tests.testing import save_tiny_checkpoint
@@ -221,7 +221,7 @@ def test_a_key_may_be_null_in_the_first_row(first, tmp_path):
     rows = [{"prompt": "a", "answer": first}, {"prompt": "b", "answer": {"value": "2"}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     check_inputs(Config(hf_checkpoint="m", prompt_data=str(path), label_key="answer.value"))
-    assert load_table_rows(str(path), {}, data, flag="--prompt-data", image_key=None)[1].label == "2"
+    assert load_rows(data.source(str(path)), seed=0)[1].label == "2"
 
 
 def test_a_dry_run_says_what_it_did_not_check(fsdptrain):
