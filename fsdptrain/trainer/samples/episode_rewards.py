@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards.parallel import ParallelReward
-from fsdptrain.rewards.results import RewardResults, compute_rewards
+from fsdptrain.rewards.parallel import ParallelReward, RewardResults, compute_rewards
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.types import Episode, Message, Prompt
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdptrain.distributed import gather
 from fsdptrain.errors import RolloutError
-from fsdptrain.rewards.results import RewardResults
+from fsdptrain.rewards.parallel import RewardResults
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.single_turn import GenerationRound
 from fsdptrain.trainer.samples.source import RolloutSource, own_share, sampling_at

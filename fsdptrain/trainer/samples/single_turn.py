@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.data.text import response_text
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
-from fsdptrain.rewards.parallel import ParallelReward
-from fsdptrain.rewards.results import RewardResults, compute_rewards
+from fsdptrain.rewards.parallel import ParallelReward, RewardResults, compute_rewards
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams

@@ -10,7 +10,7 @@ from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
-from fsdptrain.rewards.results import RewardResults, check_failed_rewards
+from fsdptrain.rewards.parallel import RewardResults, check_failed_rewards
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.single_turn import GenerationRound, Sampler
 from fsdptrain.trainer.shown import Shown, show

@@ -8,7 +8,7 @@ import pytest
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment
-from fsdptrain.rewards.results import compute_rewards
+from fsdptrain.rewards.parallel import compute_rewards
 from fsdptrain.types import Episode, Prompt
 from tests.rewards import in_process
 

@@ -24,9 +24,8 @@ from fsdptrain.rewards import local, parallel
 from fsdptrain.rewards import pool as processes
 from fsdptrain.rewards.build import Component, WeightedSum, build_reward
 from fsdptrain.rewards.calls import RewardCalls
-from fsdptrain.rewards.parallel import ParallelReward, build_parallel, default_workers
+from fsdptrain.rewards.parallel import ParallelReward, build_parallel, compute_rewards, default_workers
 from fsdptrain.rewards.pool import worker_environment
-from fsdptrain.rewards.results import compute_rewards
 from fsdptrain.types import Prompt
 from tests.testing import wait_until
 from tests.unit.rewards import user_rewards

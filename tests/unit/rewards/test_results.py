@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import RewardError
-from fsdptrain.rewards.results import check_failed_rewards, compute_rewards
+from fsdptrain.rewards.parallel import check_failed_rewards, compute_rewards
 from fsdptrain.rewards.values import RewardResult
 from fsdptrain.types import Prompt
 from tests.rewards import in_process

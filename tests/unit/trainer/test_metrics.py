@@ -1,7 +1,7 @@
 """Metrics of a rollout, and of several optimizer steps as one record."""
 
 from fsdptrain import platform
-from fsdptrain.rewards.results import RewardResult, RewardResults
+from fsdptrain.rewards.parallel import RewardResult, RewardResults
 from fsdptrain.trainer.metrics import mean_metrics, sample_metrics
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Sample
