@@ -13,7 +13,6 @@ from fsdptrain import stages
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import Resolved
-from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.written import to_yaml
 from fsdptrain.data.sources import GENERATOR, open_rows
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 10_000  # read; of more, so many at equal distances
 _MOST_IMAGES = 200  # rows with images
 _MOST_SHOWN = 600  # characters of a prompt
+_SHOWN_RANKS = 4  # groups, and members per group
 
 
 def dry_run(resolved: Resolved) -> None:
@@ -197,3 +197,29 @@ def _prompts(run: "Prepared", rows: "Sequence[Row]", files: Path) -> tuple[list[
             limit, most = config.rollout.max_response_len, config.rollout.max_batch_tokens
             check_prompt(prompt, limit, model, max_batch_tokens=most)
     return [prompt.token_ids for prompt in fitting], skipped
+
+
+def draw_grid(config: Config, world_size: int) -> list[str]:
+    """Draw the groups of `config.rank_groups`. `world_size` must pass `check_world_size`."""
+    copies, replicas = config.pack_copies, config.fsdp.replicate_size
+    groups = [group for group in config.rank_groups if group.size > 1]
+    data = f"{replicas} replicas x {world_size // replicas // copies} shards"
+    if config.model.backend != "fsdp":
+        data = f"{world_size // copies} replicas"
+    factors = [f"{group.size} {group.kind}" for group in reversed(groups) if group.shares_packs]
+    lines = [f"{world_size} processes = {' x '.join([data, *factors])}"]
+    if copies > 1:
+        lines.append(f"packs {_groups(world_size, copies)}")
+    if replicas > 1:
+        lines.append(f"replicas {_groups(world_size, world_size // replicas)}")
+    return lines + [f"{group.kind} {_groups(world_size, group.size, group.stride)}" for group in groups]
+
+
+def _groups(num_ranks: int, size: int, stride: int = 1) -> str:
+    """Format the ranks as bracketed groups of `size` members with `stride` between them."""
+    starts = [start for start in range(num_ranks) if start // stride % size == 0]
+    return _some([f"[{_some([str(start + i * stride) for i in range(size)])}]" for start in starts])
+
+
+def _some(words: list[str]) -> str:
+    return " ".join(words if len(words) <= 2 * _SHOWN_RANKS else [*words[:_SHOWN_RANKS], "...", words[-1]])

@@ -2,7 +2,7 @@
 
     Precedence: flag > recipe > preset of the algorithm > default.
 
-A preset ranks just below the source that names its algorithm; see `precedence`.
+A preset ranks just below the source that names its algorithm; see `recipe`.
 
 In recipes and in Python, a key is given in its section or flat, as its flag name with underscores:
 

@@ -1,11 +1,17 @@
-"""Group the decoder layers of a model by structure, so that one layer can stand for its group."""
+"""The kind of a module by its class name, and the kinds of decoder layers, one of which can stand for all alike."""
 
+import re
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.model.structure import decoder_layers, repeated_layers
+from fsdptrain.model.structure import decoder_layers, num_fused_experts, repeated_layers
+
+_EXPERTS = re.compile(r"Experts?$")
+_RECURRENT = re.compile(
+    r"DeltaNet|DeltaAttention|Mamba|SSM|Mixer$|Recurrent|ShortConv|LinearAttention|Lightning|Rwkv|xLSTM|Retention"
+)
 
 
 @dataclass(frozen=True)
@@ -66,3 +72,13 @@ def _kinds_of_list(model: PreTrainedModel, path: str, layers: nn.ModuleList) -> 
         entry = tuple(str(values[index]) for values in lists.values())
         groups.setdefault((held, classes, entry), []).append(index)
     return [LayerKind(path, tuple(group), layers[group[0]], entry) for (_, _, entry), group in groups.items()]
+
+
+def module_kind(module: nn.Module) -> str:
+    """Return `experts`, `recurrent mixer` or `other`."""
+    name = type(module).__name__
+    if name.startswith("FSDP"):
+        name = type(module).__mro__[2].__name__
+    if num_fused_experts(module) or _EXPERTS.search(name):
+        return "experts"
+    return "recurrent mixer" if _RECURRENT.search(name) and "Norm" not in name else "other"

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdptrain.config import Config
-from fsdptrain.config.grid import draw_grid
+from fsdptrain.dry_run import draw_grid
 from tests.megatron import cases
 from tests.testing import spawn
 

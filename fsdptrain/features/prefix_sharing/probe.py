@@ -16,7 +16,7 @@ from fsdptrain import platform
 from fsdptrain.data.packing.prefixes import prefix_layout
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
-from fsdptrain.model.module_kind import module_kind
+from fsdptrain.model.layer_kinds import module_kind
 from fsdptrain.model.policy import evaluating, logprobs_or_refusal, over_ranks, plain_batch
 from fsdptrain.model.probes.layout import LEAK, LayoutProbe
 from fsdptrain.types import PackedBatch

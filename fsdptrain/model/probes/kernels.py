@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.attention.attention import MAX_VARLEN_HEAD_DIM, PACKAGE_ATTENTION, SEGMENTS, VARLEN
-from fsdptrain.model.module_kind import module_kind
+from fsdptrain.model.layer_kinds import module_kind
 from fsdptrain.model.probes.layout import LayoutProbe
 
 # Matches how transformers declares a function from a package with a fallback in torch.

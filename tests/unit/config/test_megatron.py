@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.config import Config, check_world_size
-from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import Condition, Excludes
+from fsdptrain.dry_run import draw_grid
 from fsdptrain.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[3] / "fsdptrain"

@@ -6,9 +6,8 @@ import pytest
 
 from fsdptrain.config import Config, resolve, to_yaml
 from fsdptrain.config.keys import all_keys
-from fsdptrain.config.precedence import ALGORITHM_OWN
 from fsdptrain.config.presets import PRESETS
-from fsdptrain.config.recipe import SUPERSEDED, load_recipe
+from fsdptrain.config.recipe import ALGORITHM_OWN, SUPERSEDED, load_recipe
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "spell_backward_demo.yaml"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fsdptrain.config import Config, check_processes, check_world_size
-from fsdptrain.config.grid import draw_grid
+from fsdptrain.dry_run import draw_grid
 from fsdptrain.errors import ConfigError
 
 STARTED = {"rollout_engine": "vllm-server", "rollout_num_servers": 2}

@@ -4,8 +4,7 @@ import pytest
 from torch import nn
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.layer_kinds import layer_kinds
-from fsdptrain.model.module_kind import module_kind
+from fsdptrain.model.layer_kinds import layer_kinds, module_kind
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import count_parameters, decoder_layers, lm_head, repeated_layers
 from tests import configs, zoo
