@@ -73,11 +73,12 @@ def shard_model(
 
 def split_experts(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose experts are split over the expert axis. Call it before sharding."""
-    return [module for module in model.modules() if any(_is_split(p, EXPERT) for p in module.parameters(recurse=False))]
+    return [module for module in model.modules() if any(is_split(p, EXPERT) for p in module.parameters(recurse=False))]
 
 
-def _is_split(parameter: nn.Parameter, axis: str) -> bool:
-    return isinstance(parameter, DTensor) and axis in (parameter.device_mesh.mesh_dim_names or ())
+def is_split(parameter: nn.Parameter, *axes: str) -> bool:
+    """Return whether `parameter` is split over one of the mesh dims `axes`."""
+    return isinstance(parameter, DTensor) and not set(axes).isdisjoint(parameter.device_mesh.mesh_dim_names or ())
 
 
 def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Parameter], Shard | None]:
@@ -94,7 +95,7 @@ def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Paramet
         rows = parameter.shape[0] // parts
         if rows % num_shards == 0 or (parts == 1 and _every_rank_owns_some(rows, num_shards)):
             return None
-        if _is_split(parameter, TENSOR):
+        if is_split(parameter, TENSOR):
             raise ConfigError(
                 f"{parameter.shape[0]} experts, split by --tensor-parallel-size, cannot be sharded over {num_shards} "
                 "processes: choose other sizes, or use --expert-parallel-size"

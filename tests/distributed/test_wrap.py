@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.activation_memory.feature import enable_gradient_checkpointing
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.shards import local_shard

@@ -22,7 +22,8 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, LogProbsFunction
 from fsdptrain.features.meta import meta_model_of
 from fsdptrain.features.model_parallel.plan import split_model, split_plan_of
-from fsdptrain.fsdp.mesh import Meshes
+from fsdptrain.fsdp.mesh import EXPERT, TENSOR, Meshes
+from fsdptrain.fsdp.wrap import is_split
 from fsdptrain.model.loading.materialize import local_part
 from fsdptrain.model.probes.head import check_backward
 from fsdptrain.model.probes.layout import LayoutProbe
@@ -74,7 +75,9 @@ def require_whole_gradients(model: nn.Module, tensor: DeviceMesh) -> None:
 
     Collective. Call it after a backward pass over the same tokens on all ranks.
     """
-    whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not _is_split(p, tensor)}
+    whole = {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None and not is_split(p, TENSOR, EXPERT)
+    }
     if not whole:  # true on all ranks: the norms have no weights (OLMo), and all else is split
         return
     sizes = torch.stack([_difference(local_part(grad), tensor) for grad in whole.values()])
@@ -88,14 +91,6 @@ def require_whole_gradients(model: nn.Module, tensor: DeviceMesh) -> None:
                 f"--tensor-parallel-size {tensor.size()}: the plan of transformers leaves each process with a part of "
                 f"the gradient of {names[0]} ({len(names)} parameters in all): remove it"
             )
-
-
-def _is_split(parameter: nn.Parameter, tensor: DeviceMesh) -> bool:
-    """Return whether `parameter` is split over tensor ranks, or over another view of the same ranks (experts)."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return any(name in ("tensor", "expert") for name in names)
 
 
 def _difference(grad: Tensor, tensor: DeviceMesh) -> Tensor:

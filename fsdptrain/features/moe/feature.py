@@ -1,6 +1,6 @@
 """The mixture-of-experts feature: router replay, and the load of the experts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -50,9 +50,9 @@ class MoEFeature(Feature):
             check_replay(model_config, router.replay, trust_remote_code=trust)
         return cls(replay=router.replay, pack_copies=config.pack_copies)
 
-    def route_recorder(self, model: PreTrainedModel) -> Any:
+    def route_recorder(self, model: PreTrainedModel) -> Callable[..., RouteRecorder] | None:
         choice = expert_choice(model.config)
-        return None if choice is None else partial(_recorder, RouterReplay(model, choice))
+        return None if choice is None else partial(EngineRoutes, RouterReplay(model, choice))
 
     # The forward pass
 
@@ -96,7 +96,3 @@ class MoEFeature(Feature):
 def _routes_of(batch: PackedBatch) -> Tensor | None:
     """Return the experts to replay [T, layers, k], from the engine or from scoring."""
     return batch.extras.get(_ROUTES) if batch.routes is None else batch.routes
-
-
-def _recorder(replay: RouterReplay, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> RouteRecorder:
-    return EngineRoutes(replay, prompt_lengths, prompt_of_row)

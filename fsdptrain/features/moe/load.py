@@ -33,10 +33,5 @@ def count_choices(routes: Tensor, counted: Tensor, num_experts: int) -> Tensor:
 
 def trained_tokens(batch: PackedBatch) -> Tensor:
     """Return [T] bool: tokens of sequences with a loss. Excludes filler packs and samples without a loss."""
-    sequence = torch.searchsorted(
-        batch.cu_seqlens[1:],
-        torch.arange(batch.num_tokens, device=batch.cu_seqlens.device, dtype=torch.int32),
-        right=True,
-    )
-    losses = torch.zeros(len(batch.seqlens), device=sequence.device).index_add(0, sequence, batch.loss_mask.float())
-    return losses[sequence] > 0
+    masks = batch.loss_mask.split(batch.seqlens)
+    return torch.cat([mask.any().expand_as(mask) for mask in masks])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from fsdptrain.features.activation_memory.checkpointing import Recomputed
+from fsdptrain.features.activation_memory.feature import Recomputed
 from fsdptrain.model.structure import ExpertChoice, decoder_layers
 from fsdptrain.types import NO_ROUTE
 

@@ -11,9 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdptrain.data.packing.prefixes import SharedPrefixes
-from fsdptrain.errors import NumericsError
 from fsdptrain.model.attention.attention import (
-    PACKAGE_ATTENTION,
     AttentionOptions,
     Boundaries,
     attention_by_segment,
@@ -21,8 +19,7 @@ from fsdptrain.model.attention.attention import (
     takes_flash,
     varlen_attention,
 )
-from fsdptrain.model.rows import Layout, PackedRows
-from fsdptrain.types import PackedBatch
+from fsdptrain.model.rows import PackedRows
 
 
 def shared_prefix_attention(
@@ -48,13 +45,6 @@ def shared_prefix_attention(
 @dataclass(frozen=True)
 class SharedPrefixRows(PackedRows):
     """The row of a pack with `batch.shared`."""
-
-    @classmethod
-    def of(cls, batch: PackedBatch, layout: Layout, attention: str) -> "SharedPrefixRows":
-        """Create the rows. Raises NumericsError if the layout or the attention does not support shared prefixes."""
-        if layout != "packed" or attention not in PACKAGE_ATTENTION:
-            raise NumericsError(f"shared prefixes need packs and the attention of fsdptrain, not {layout}, {attention}")
-        return cls(batch)
 
     @property
     def shape(self) -> tuple[int, int]:

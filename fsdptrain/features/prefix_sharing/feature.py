@@ -8,11 +8,13 @@ from transformers import PreTrainedModel
 
 from fsdptrain.data.packing.pack import PackPlan
 from fsdptrain.data.packing.prefixes import share_prefixes
+from fsdptrain.errors import NumericsError
 from fsdptrain.feature import Feature, Packer
 from fsdptrain.features.prefix_sharing.attention import SharedPrefixRows
 from fsdptrain.features.prefix_sharing.plan import plan_shared
 from fsdptrain.features.prefix_sharing.probe import probe_prefixes, require_structure
 from fsdptrain.fsdp.mesh import Meshes
+from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.probes.layout import LayoutProbe, probe_segments
 from fsdptrain.model.rows import Layout
 from fsdptrain.types import PackedBatch, Sample
@@ -32,13 +34,14 @@ class PrefixSharingFeature(Feature):
     def packer(self) -> Packer:
         return self
 
-    def plan(
-        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
-    ) -> PackPlan:
-        return plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
+    plan = staticmethod(plan_shared)
 
     def finish(self, batch: PackedBatch, samples: Sequence[Sample], plan: PackPlan) -> PackedBatch:
         return replace(batch, shared=share_prefixes(samples)) if plan.shared > 0 else batch
 
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> SharedPrefixRows | None:
-        return None if batch.shared is None else SharedPrefixRows.of(batch, layout, attention)
+        if batch.shared is None:
+            return None
+        if layout != "packed" or attention not in PACKAGE_ATTENTION:
+            raise NumericsError(f"shared prefixes need packs and the attention of fsdptrain, not {layout}, {attention}")
+        return SharedPrefixRows(batch)

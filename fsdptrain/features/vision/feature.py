@@ -15,13 +15,11 @@ from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.features.vision.tower import Vision
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.protocols import ForwardRole
-from fsdptrain.types import Images, PackedBatch
+from fsdptrain.types import PackedBatch
 
 
 class VisionFeature(Feature):
-    def __init__(self, *, blank: Images, processor: ImageProcessor | None = None) -> None:
-        """blank: an image for packs without images."""
-        self._blank = blank
+    def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor
         self._vision: Vision | None = None
 
@@ -30,17 +28,16 @@ class VisionFeature(Feature):
         with raise_on_all_ranks(ConfigError, "--image-key"):
             options = config.section(VisionConfig)
             assert options.image_key is not None, "the feature is enabled"
-            processor = ImageProcessor(
-                checkpoint, trust_remote_code=config.model.trust_remote_code, image_key=options.image_key
-            )
-            return cls(blank=processor.blank, processor=processor)
+            trust = config.model.trust_remote_code
+            processor = ImageProcessor(checkpoint, trust_remote_code=trust, image_key=options.image_key)
+            return cls(processor)
 
     @property
-    def prompt_processor(self) -> ImageProcessor | None:
+    def prompt_processor(self) -> ImageProcessor:
         return self._processor
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes | None = None) -> None:
-        self._vision = Vision(model, self._blank)
+        self._vision = Vision(model, self._processor.blank)
 
     def forward(
         self, batch: PackedBatch, rows: Rows, role: ForwardRole, inputs: dict[str, Any]

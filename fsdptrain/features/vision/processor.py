@@ -5,7 +5,6 @@ are not supported. The image processors of transformers have a variant that need
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,13 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.vision.tower import generation_inputs
 from fsdptrain.model.loading.materialize import quiet_transformers
-from fsdptrain.types import Images, Prompt, Segment
+from fsdptrain.types import Images, Segment
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,6 +45,11 @@ class ImageProcessor:
             ) from error
         if getattr(self._processor, "image_processor", None) is None:  # for a text-only model it is a tokenizer
             raise ConfigError(f"--image-key: {checkpoint} has no image processor: it is a text-only model")
+        from PIL import Image
+
+        blank = self.read(self._processor.image_token, [Image.new("RGB", _BLANK_SIZE)]).images
+        assert blank is not None
+        self.blank = blank  # a small black image, for packs without images
 
     @property
     def chat_template(self) -> str | None:
@@ -67,25 +71,12 @@ class ImageProcessor:
         inputs: dict[str, Tensor] = {k: v for k, v in made.items() if k not in _NOT_FOR_THE_TOWER}
         return Segment(made["input_ids"][0].tolist(), Images(inputs, types))
 
-    @cached_property
-    def blank(self) -> Images:
-        """A small black image."""
-        from PIL import Image
-
-        images = self.read(self._processor.image_token, [Image.new("RGB", _BLANK_SIZE)]).images
-        assert images is not None
-        return images
-
     def probe_segments(self, vocab_size: int) -> list[Segment]:
         """Return two sequences with an image each, and a twin of the first with other words and another image."""
         generator = torch.Generator().manual_seed(1)
         return [self._probe_segment(size, vocab_size, generator) for size in _PROBE_SIZES]
 
-    def generation_inputs(
-        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the image arguments of `prompts`; see `tower.generation_inputs`."""
-        return generation_inputs(model, prompts, ids, mask, positions)
+    generation_inputs = staticmethod(generation_inputs)
 
     def _probe_segment(self, size: tuple[int, int], vocab_size: int, generator: torch.Generator) -> Segment:
         from PIL import Image

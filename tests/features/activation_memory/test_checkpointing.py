@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdptrain.features.activation_memory.checkpointing import Recomputed, enable_gradient_checkpointing
+from fsdptrain.features.activation_memory.feature import Recomputed, enable_gradient_checkpointing
 from fsdptrain.model.structure import decoder_layers, freeze_vision, tower_layers
 from tests import vision_zoo, zoo
 from tests.matrix import only
@@ -55,7 +55,7 @@ def test_only_the_inputs_of_layers_are_saved_and_they_may_be_on_the_host(monkeyp
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
 
-    monkeypatch.setattr("fsdptrain.features.activation_memory.checkpointing.save_on_cpu", save_on_cpu)
+    monkeypatch.setattr("fsdptrain.features.activation_memory.feature.save_on_cpu", save_on_cpu)
     kept = []
     for kind in ({}, {"on_host": False}, {"on_host": True}):
         model = zoo.build("llama", num_hidden_layers=4)

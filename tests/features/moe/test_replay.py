@@ -9,7 +9,7 @@ from transformers import DeepseekV2Config, PhimoeConfig
 
 from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.activation_memory.feature import enable_gradient_checkpointing
 from fsdptrain.features.moe.checks import check_replay, replay_refusal
 from fsdptrain.model.policy import policy_logprobs
 from fsdptrain.model.probes.random_copy import random_copy

@@ -68,7 +68,7 @@ def test_the_layout_probe_includes_images(name: str, tmp_path):
     model = vision_zoo.build(name)
     model.config.use_cache = False
     set_attention(model, resolve_attention("auto", "cpu"))
-    feature = VisionFeature(blank=processor.blank, processor=processor)
+    feature = VisionFeature(processor)
     feature.transform_model(model)
     features = Features([feature])
     install_policy_forward(model, chunk_size=16, features=features)
