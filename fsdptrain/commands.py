@@ -1,12 +1,12 @@
 """The commands beside training: `fsdptrain COMMAND ...`. Each takes its arguments and returns the exit code."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsdptrain.checkpoints import CONFIG_FILE, PROGRESS_FILE, list_checkpoints
 from fsdptrain.checkpoints import EXPORT as EXPORT_FOLDER
-from fsdptrain.cli import is_rank_0, train
+from fsdptrain.cli import is_rank_0
 from fsdptrain.config.flags import Option, asks_for_help, config_options, parse
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import EXPORT_CHOICE
@@ -26,30 +26,12 @@ Write a training checkpoint as a Hugging Face folder.
 
   fsdptrain export runs/Qwen3-4B-grpo             its newest checkpoint, to its hf/
   fsdptrain export runs/x/checkpoints/step_00000050 --output my-model"""
-REPORT_USAGE = """\
-usage: fsdptrain report RUN_DIR [RUN_DIR ...]
-
-Print the first, the best and the last reward, held-out accuracy, length, share of
-groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
-write the page of `fsdptrain watch` with its data to RUN_DIR/report.html. The run may
-still go on. The page of several runs, in the first one's folder, compares them.
-
-  RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
-"""
 RECIPES_USAGE = """\
 usage: fsdptrain recipes [show NAME]
 
 List the included recipes with their hardware, or print one. A recipe is a file of
 options: fsdptrain --recipe NAME [more flags, which take precedence]
 """
-
-
-def demo(argv: Sequence[str]) -> int:
-    from fsdptrain.tools.demo import demo as quickstart
-
-    if asks_for_help(argv):
-        return _print_options("fsdptrain demo", quickstart.USAGE, quickstart.OPTIONS)
-    return quickstart.demo(argv)
 
 
 def recipes(argv: Sequence[str]) -> int:
@@ -71,7 +53,9 @@ def export(argv: Sequence[str]) -> int:
         flat: option for flat, option in config_options().items() if EXPORT_CHOICE in all_keys()[flat].field.metadata
     }
     if asks_for_help(argv):
-        return _print_options("fsdptrain export [RUN | CHECKPOINT]", EXPORT_USAGE, options)
+        from fsdptrain.help_text import print_options
+
+        return print_options("fsdptrain export [RUN | CHECKPOINT]", EXPORT_USAGE, options)
     if argv and not argv[0].startswith("-"):  # fsdptrain export runs/x
         argv = [EXPORT["checkpoint"].flag, *argv]
     values = parse(argv, options)
@@ -108,42 +92,15 @@ def newest_checkpoint(run: Path) -> Path:
     return checkpoints[-1]
 
 
-def evaluate(argv: Sequence[str]) -> int:
-    from fsdptrain.tools.evaluate import CHECKPOINT, USAGE, run_arguments, table
-
-    if asks_for_help(argv):
-        return _print_options("fsdptrain eval [RUN | MODEL]", USAGE, {"checkpoint": CHECKPOINT})
-    arguments, output = run_arguments(argv)
-    code = train(arguments)
-    if code == 0 and is_rank_0() and not any(word.startswith("--dry-run") for word in arguments):
-        sys.stdout.write(f"{table(output)}each sample: {output / 'samples.jsonl'}\n")
-    return code
-
-
-def report(argv: Sequence[str]) -> int:
-    if asks_for_help(argv):
-        sys.stdout.write(REPORT_USAGE)
-        return 0
-    from fsdptrain.tools.watch.command import report as report_runs  # lazy: imports rich
-
-    return report_runs(argv)
-
-
-def _print_options(prog: str, description: str, options: Mapping[str, Option]) -> int:
-    from fsdptrain.help_text import print_options
-
-    return print_options(prog, description, options)
-
-
 FUNCTIONS = Table[Callable[[Sequence[str]], int]](
     {
-        "demo": "fsdptrain.commands:demo",
+        "demo": "fsdptrain.tools.demo.demo:demo",
         "recipes": "fsdptrain.commands:recipes",
         "inspect": "fsdptrain.tools.inspect.command:inspect",
         "plan": "fsdptrain.tools.plan.command:plan",
         "export": "fsdptrain.commands:export",
-        "report": "fsdptrain.commands:report",
-        "eval": "fsdptrain.commands:evaluate",
+        "report": "fsdptrain.tools.watch.command:report",
+        "eval": "fsdptrain.tools.evaluate:evaluate",
         "watch": "fsdptrain.tools.watch.command:watch",
     }
 )

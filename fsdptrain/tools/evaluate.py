@@ -2,19 +2,21 @@
 
 import itertools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE, list_checkpoints
+from fsdptrain.cli import is_rank_0, train
 from fsdptrain.commands import is_run, newest_checkpoint
-from fsdptrain.config.flags import RECIPE, Option, config_options, parse
+from fsdptrain.config.flags import RECIPE, Option, asks_for_help, config_options, parse
 from fsdptrain.config.keys import flatten
 from fsdptrain.config.recipe import read_recipe
 from fsdptrain.errors import ConfigError
 from fsdptrain.launch.inputs import check_model_name
 from fsdptrain.rank_variables import read_rank_variables
-from fsdptrain.tools.arguments import without
+from fsdptrain.tools.machine import without
 
 ALL = 10**9  # rows
 CHECKPOINT = Option(
@@ -34,6 +36,19 @@ as --eval-size says; 128 of generated data. A training checkpoint has the option
 run, and by default its held-out rows. A supervised one computes eval/loss; to generate,
 score its exported model, runs/x/hf. Writes metrics.jsonl and samples.jsonl, with one line per sample,
 to --output-dir: by default runs/NAME-eval, or runs/NAME-eval-2 if that exists (not under torchrun)."""
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Run `fsdptrain eval [RUN | MODEL] [run flags]`, and print the metrics."""
+    if asks_for_help(argv):
+        from fsdptrain.help_text import print_options
+
+        return print_options("fsdptrain eval [RUN | MODEL]", USAGE, {"checkpoint": CHECKPOINT})
+    arguments, output = run_arguments(argv)
+    code = train(arguments)
+    if code == 0 and is_rank_0() and not any(word.startswith("--dry-run") for word in arguments):
+        sys.stdout.write(f"{table(output)}each sample: {output / 'samples.jsonl'}\n")
+    return code
 
 
 def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:

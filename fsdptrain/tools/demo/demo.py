@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 
-from fsdptrain.config.flags import Option, parse
+from fsdptrain.config.flags import Option, asks_for_help, parse
 from fsdptrain.errors import ConfigError
 from fsdptrain.tools.demo.sums import write_sums
 
@@ -43,6 +43,10 @@ About a minute on two cores; needs no GPU and no network. With --model, train th
 
 def demo(argv: Sequence[str]) -> int:
     """Run the demo in --output-dir. Returns the exit code of the command that failed, or 0."""
+    if asks_for_help(argv):
+        from fsdptrain.help_text import print_options
+
+        return print_options("fsdptrain demo", USAGE, OPTIONS)
     given = parse(argv, OPTIONS)
     values = {key: option.default for key, option in OPTIONS.items()} | given
     for key, least in LEAST.items():

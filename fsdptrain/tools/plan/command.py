@@ -1,5 +1,6 @@
 """`fsdptrain plan`: the memory of a run for several numbers of GPUs."""
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -7,10 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.checks import check_world_size
-from fsdptrain.config.flags import asks_for_help, resolve
-from fsdptrain.errors import ConfigError
-from fsdptrain.tools.arguments import with_flag, without
-from fsdptrain.tools.machine import HF_CHECKPOINT, JSON, MACHINE, check_machine, print_json, quiet_transformers
+from fsdptrain.tools.machine import JSON, MACHINE, resolve_command, with_flag, without
 
 if TYPE_CHECKING:
     from fsdptrain.memory.estimate import Estimate
@@ -25,18 +23,11 @@ _FACTORS = (1, 2, 4, 8)  # times --num-gpus
 
 def plan(argv: Sequence[str]) -> int:
     """Run `fsdptrain plan [RUN | MODEL] --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
-    if asks_for_help(argv):
-        from fsdptrain.help_text import print_options
-
-        return print_options("fsdptrain plan [RUN | MODEL]", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
-    argv = with_flag(argv)
-    resolved = resolve(argv, PLAN)
+    resolved = resolve_command("plan", PLAN_USAGE, argv, PLAN)
+    if resolved is None:
+        return 0
     config, machine = resolved.config, {key: resolved.command_values[key] for key in MACHINE}
-    check_machine(machine)
-    if config.model.backend == "megatron":
-        raise ConfigError("fsdptrain plan supports --backend fsdp only")
     check_world_size(config, machine["num_gpus"])
-    quiet_transformers()
     from fsdptrain.fsdp.export import export_dtype  # lazy: imports torch
     from fsdptrain.memory.advice import flags_that_help
     from fsdptrain.memory.estimate import GIB, Machine, estimate
@@ -46,11 +37,11 @@ def plan(argv: Sequence[str]) -> int:
     host = machine["host_memory_gib"]
     device, host = int(machine["gpu_memory_gib"] * GIB), None if host is None else int(host * GIB)
     estimates = [estimate(model, config, Machine(i * machine["num_gpus"], device, host)) for i in _FACTORS]
-    command = shlex.join(["fsdptrain", *without(argv, PLAN)])
+    command = shlex.join(["fsdptrain", *without(with_flag(argv), PLAN)])
     advice = flags_that_help(model, config, estimates[0].machine) if estimates[0].lacks else []
     if resolved.command_values["json"]:
         found = [{**asdict(x), **x.needs, "fits": not x.lacks} for x in estimates]
-        print_json({"command": command, "flags": advice, "estimates": found})
+        sys.stdout.write(json.dumps({"command": command, "flags": advice, "estimates": found}, indent=2) + "\n")
     else:
         _print_table(estimates)
         verdict = "does not fit" if estimates[0].lacks else "fits"

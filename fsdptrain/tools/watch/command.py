@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from fsdptrain.checkpoints import CONFIG_FILE
-from fsdptrain.config.flags import Option, parse
+from fsdptrain.config.flags import Option, asks_for_help, parse
 from fsdptrain.errors import ConfigError
 
 WATCH = {"port": Option("--port", int, "Port on this machine. 0: a free one.", 0)}
@@ -19,11 +19,21 @@ the logprobs of each token. Prints an address of this machine with a key in it. 
   RUN_DIR   the --output-dir of a run, e.g. runs/Qwen3-4B-grpo; several are compared
   --port    of the address; default: a free one
 """
+REPORT_USAGE = """\
+usage: fsdptrain report RUN_DIR [RUN_DIR ...]
+
+Print the first, the best and the last reward, held-out accuracy, length, share of
+groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
+write the page of `fsdptrain watch` with its data to RUN_DIR/report.html. The run may
+still go on. The page of several runs, in the first one's folder, compares them.
+
+  RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
+"""
 
 
 def watch(argv: Sequence[str]) -> int:
     """Run `fsdptrain watch RUN_DIR [RUN_DIR ...] [--port PORT]` until Ctrl-C."""
-    if "--help" in argv or "-h" in argv:
+    if asks_for_help(argv):
         sys.stdout.write(WATCH_USAGE)
         return 0
     folders, rest = _split(argv)
@@ -45,6 +55,9 @@ def watch(argv: Sequence[str]) -> int:
 
 def report(argv: Sequence[str]) -> int:
     """Run `fsdptrain report RUN_DIR [RUN_DIR ...]`: print the tables, and write the page as one file."""
+    if asks_for_help(argv):
+        sys.stdout.write(REPORT_USAGE)
+        return 0
     folders, rest = _split(argv)
     if not folders:
         raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo")
