@@ -35,7 +35,6 @@ from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
 if TYPE_CHECKING:
     from fsdptrain.fsdp.reference import ReferenceBank
-    from fsdptrain.fsdp.shard_files import HostStager
     from fsdptrain.fsdp.stash import HostStash
     from fsdptrain.model.probes.kernels import Kernel
     from fsdptrain.protocols import ForwardRole, Loss, ModelRole, Naming
@@ -77,7 +76,11 @@ class FSDPBackend:
         self._config = config
         self._stash: HostStash | None = None  # parameters moved by `offload`
         self._optimizer_stash: HostStash | None = None
-        self._stager = _build_stager(config)
+        self._stager = None
+        if config.run.async_save:
+            from fsdptrain.fsdp.shard_files import HostStager
+
+            self._stager = HostStager(config.launch.dist_timeout)
         with raise_on_all_ranks(ConfigError, "--optimizer"):
             build = find_optimizer(config.optim)
         self.features = load_features(config, self.checkpoint_path) if features is None else features
@@ -281,11 +284,3 @@ class FSDPBackend:
         from fsdptrain.fsdp.reference import choose_bank
 
         return choose_bank(self._model, self._config, self.features, loaded)
-
-
-def _build_stager(config: Config) -> "HostStager | None":
-    if not config.run.async_save:
-        return None
-    from fsdptrain.fsdp.shard_files import HostStager
-
-    return HostStager(config.launch.dist_timeout)

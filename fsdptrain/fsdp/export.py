@@ -25,7 +25,7 @@ from fsdptrain.model.loading.formats import read_config
 
 log = logging.getLogger(__name__)
 
-_WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
+_WEIGHT_SUFFIXES = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors", ".index.json")
 _NOT_COPIED = {"config.json", "README.md", ".gitattributes", MARKER}
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -168,17 +168,13 @@ def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset(), stop: 
     for path in source.iterdir():
         if path.is_dir() and path.name == "additional_chat_templates":
             shutil.copytree(path, target / path.name)
-        elif path.is_file() and not _is_weights(path) and path.name not in _NOT_COPIED | but:
+        elif path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name not in _NOT_COPIED | but:
             shutil.copyfile(path, target / path.name)  # Hub snapshots are symlinks: copy the content
     if stop:
         generation = target / "generation_config.json"
         values = json.loads(generation.read_text()) if generation.is_file() else {}
         values |= {"eos_token_id": list(stop), "_from_model_config": False}  # else config.json takes precedence
         generation.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _is_weights(path: Path) -> bool:
-    return path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
 
 
 def stored_dtype(path: Path) -> str | None:

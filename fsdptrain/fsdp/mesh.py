@@ -69,8 +69,3 @@ def build_mesh(replicate_size: int) -> DeviceMesh:
     Ranks of one shard group are neighbors, so with one replica per node the all-gathers stay within the node.
     """
     return _grid({REPLICATE: replicate_size, SHARD: dist.get_world_size() // replicate_size})
-
-
-def shard_size(mesh: DeviceMesh) -> int:
-    """Return the number of ranks over which one replica is sharded."""
-    return mesh.shape[-1]

@@ -49,7 +49,13 @@ class MetricSums:
         ConfigError on all ranks if the names differ.
         """
         if self._checked:
-            self._check_names()
+            first, *others = gather(sorted(self._values))
+            for rank, names in enumerate(others, start=1):
+                if names != first:
+                    apart = ", ".join(sorted({*first} ^ {*names}))
+                    raise ConfigError(
+                        f"--loss names {apart} on rank 0 or rank {rank} only: it must name the same everywhere"
+                    )
         maxima = sorted(name for name in self._values if name.endswith("_max"))
         sums = sorted(name for name in self._values if not name.endswith("_max"))
         summed = torch.stack([*(self._values[name] for name in sums), (~norm.isfinite()).to(norm.dtype)])
@@ -61,12 +67,3 @@ class MetricSums:
             dist.all_reduce(highest[:-1], op=dist.ReduceOp.MAX)
         *values, num_not_finite, norm_value = torch.cat([highest[:-1], summed, highest[-1:]]).tolist()
         return dict(zip([*maxima, *sums], values, strict=True)), norm_value, num_not_finite == 0
-
-    def _check_names(self) -> None:
-        first, *others = gather(sorted(self._values))
-        for rank, names in enumerate(others, start=1):
-            if names != first:
-                apart = ", ".join(sorted({*first} ^ {*names}))
-                raise ConfigError(
-                    f"--loss names {apart} on rank 0 or rank {rank} only: it must name the same everywhere"
-                )

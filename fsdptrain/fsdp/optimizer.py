@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.optimizers import Build, build_optimizer, find_optimizer, parameter_groups
 from fsdptrain.model.structure import reshard
 from fsdptrain.types import Metrics
-
-if TYPE_CHECKING:
-    from fsdptrain.fsdp.host_adam import HostAdam
 
 Schedule = Callable[[int], float]
 
@@ -95,7 +92,12 @@ class Optimizer:
         self._schedule = lr_schedule(config, total_steps=total_steps)
         groups = parameter_groups(self._names, model, config.weight_decay)
         self._optimizer = build_optimizer(build or find_optimizer(config), groups, config, self._names)
-        self._host_adam = _host_adam(self._optimizer, config)
+        self._host_adam = None
+        if config.offload_optimizer:
+            from fsdptrain.fsdp.host_adam import HostAdam
+
+            assert isinstance(self._optimizer, torch.optim.AdamW), "the configuration refuses other optimizers"
+            self._host_adam = HostAdam(self._optimizer)
         device_type = next(iter(self._names)).device.type
         is_adamw = type(self._optimizer) is torch.optim.AdamW and device_type in _CLIPS_IN_STEP
         fused = is_adamw and all(group["fused"] for group in self._optimizer.param_groups)
@@ -245,20 +247,7 @@ def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _norm_over_meshes(params: list[nn.Parameter]) -> Tensor:
-    norms = [_total_norm(members) for members in _by_mesh(params)]
+    gradients = ([p.grad for p in members if p.grad is not None] for members in _by_mesh(params))
+    norms = [nn.utils.get_total_norm(each) for each in gradients]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-
-
-def _total_norm(params: list[nn.Parameter]) -> Tensor:
-    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _host_adam(optimizer: torch.optim.Optimizer, config: OptimConfig) -> "HostAdam | None":
-    """Return what runs the steps of AdamW with --offload-optimizer."""
-    if not config.offload_optimizer:
-        return None
-    from fsdptrain.fsdp.host_adam import HostAdam
-
-    assert isinstance(optimizer, torch.optim.AdamW), "the configuration refuses other optimizers"
-    return HostAdam(optimizer)

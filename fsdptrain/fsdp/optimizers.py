@@ -26,6 +26,7 @@ from fsdptrain.registry import Table, resolve
 
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups, OptimConfig], torch.optim.Optimizer]
+_FUSED = ("cpu", "cuda", "mps", "xpu")  # device types for which torch.optim.AdamW has a fused kernel
 zeros_of: Callable[[Tensor], Tensor] = partial(torch.zeros_like, requires_grad=False)
 
 OPTIMIZERS: Mapping[str, Build] = Table(
@@ -96,15 +97,10 @@ def _matrices(model: PreTrainedModel) -> set[nn.Parameter]:
     }
 
 
-def has_fused_adamw(device_type: str) -> bool:
-    """Return whether torch.optim.AdamW has a fused kernel on this device type."""
-    return device_type in ("cpu", "cuda", "mps", "xpu")
-
-
 def adamw(groups: Groups, options: OptimConfig) -> torch.optim.AdamW:
     """Create AdamW, with its moments on the host with --offload-optimizer."""
     params = [p for group in groups for _, p in group["params"]]
-    fused = all(has_fused_adamw(kind) for kind in {p.device.type for p in params})
+    fused = all(p.device.type in _FUSED for p in params)
     adam = torch.optim.AdamW(
         groups, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps, fused=fused
     )

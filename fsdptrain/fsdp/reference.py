@@ -28,7 +28,9 @@ class ReferenceBank:
     def __init__(self, source: nn.Module) -> None:
         reshard(source)
         self.fingerprint = fingerprint(source)
-        self._bank = [_host_copy(tensor) for tensor in _live_tensors(source)]
+        pinned = platform.has_accelerator()
+        live = _live_tensors(source)
+        self._bank = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x) for x in live]
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
@@ -92,7 +94,3 @@ def choose_bank(
 def _live_tensors(model: nn.Module) -> list[Tensor]:
     """Return this rank's shards and buffers. A tied weight appears once."""
     return [local_shard(tensor) for tensor in [*model.parameters(), *model.buffers()]]
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=platform.has_accelerator()).copy_(tensor)

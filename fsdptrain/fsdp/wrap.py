@@ -5,7 +5,7 @@ Gradients are summed over ranks, not averaged: `loss_weights` already contain th
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.fsdp.mesh import EXPERT, TENSOR, shard_size
+from fsdptrain.fsdp.mesh import EXPERT, TENSOR
 from fsdptrain.model.structure import decoder_layers, repeated_layers
 
 
@@ -48,7 +48,7 @@ def shard_model(
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     options = {
         "mesh": mesh,
-        "shard_placement_fn": expert_placement(shard_size(mesh)),
+        "shard_placement_fn": expert_placement(mesh.shape[-1]),
         "offload_policy": CPUOffloadPolicy(pin_memory=platform.has_accelerator()) if cpu_offload else OffloadPolicy(),
         # keep layer inputs in the model's dtypes: some models compute rotary tables in float32 on purpose
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
@@ -56,19 +56,21 @@ def shard_model(
     for experts in split_experts(model):
         assert expert_shards is not None
         [axis] = {p.device_mesh for p in experts.parameters(recurse=False) if isinstance(p, DTensor)}
-        place = expert_placement(shard_size(expert_shards), parts=axis.size())
+        place = expert_placement(expert_shards.shape[-1], parts=axis.size())
         own = {"mesh": expert_shards, "shard_placement_fn": place}
         fully_shard(experts, reshard_after_forward=reshard_after_forward, **(options | own))
     for layer in _layers_of_their_own(model):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # the backward pass starts with this group
-    for module in _sharded_modules(model):
+    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
         if dist.get_world_size() > 1:  # already 1 on one rank, where setting it costs a copy of all gradients
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a divide factor uses PREMUL_SUM, which gloo lacks
     run = repeated_layers(model) if runs_tower else decoder_layers(model)
     inside = [module for layer in run for module in layer.modules()]  # a layer, then its experts
-    _set_prefetch([module for module in (model, *inside) if isinstance(module, FSDPModule)])
+    groups = [module for module in (model, *inside) if isinstance(module, FSDPModule)]
+    for group, following in pairwise(groups):  # else FSDP2 gathers the next one when the forward pass reaches it
+        group.set_modules_to_forward_prefetch([following])
 
 
 def split_experts(model: nn.Module) -> list[nn.Module]:
@@ -93,7 +95,8 @@ def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Paramet
         if parameter.dim() != 3 and (parts == 1 or parameter.dim() != 2):
             return None
         rows = parameter.shape[0] // parts
-        if rows % num_shards == 0 or (parts == 1 and _every_rank_owns_some(rows, num_shards)):
+        owned = math.ceil(rows / num_shards) * (num_shards - 1)  # by all ranks but the last: 6 rows on 4 ranks are all
+        if rows % num_shards == 0 or (parts == 1 and owned < rows):
             return None
         if is_split(parameter, TENSOR):
             raise ConfigError(
@@ -111,27 +114,8 @@ def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Paramet
     return place
 
 
-def _every_rank_owns_some(rows: int, num_shards: int) -> bool:
-    """Return whether chunks of ceil(rows / num_shards) rows reach the last rank. 6 rows on 4 ranks do not."""
-    return math.ceil(rows / num_shards) * (num_shards - 1) < rows
-
-
 def _layers_of_their_own(model: PreTrainedModel) -> list[nn.Module]:
     """Return the repeated layers that share no parameter with another layer. Shared ones belong to the root (zamba)."""
     layers = repeated_layers(model)
     num_owners = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     return [layer for layer in layers if all(num_owners[parameter] == 1 for parameter in layer.parameters())]
-
-
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _set_prefetch(groups: Sequence[FSDPModule]) -> None:
-    """Gather one group ahead, also in the forward pass. `groups`: in the order of the forward pass.
-
-    By default FSDP2 gathers the next group when the forward pass reaches it, which overlaps only while the host runs
-    ahead.
-    """
-    for group, following in pairwise(groups):
-        group.set_modules_to_forward_prefetch([following])
