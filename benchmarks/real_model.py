@@ -69,7 +69,7 @@ class Case:
         return self.prompts * self.group
 
     def rows(self, seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-        """Return the rows to train on, whole steps of them, and 20 held out."""
+        """Return the rows to train on, whole steps of them (one in sft), and 20 held out."""
         span = range(10) if self.task == "digits" else range(10, 100)
         pairs = random.Random(seed).sample([(a, b) for a in span for b in span], 180 if len(span) > 10 else 100)
         made = [
@@ -77,7 +77,7 @@ class Case:
             for a, b in pairs
         ]
         found = [{"prompt": f"{asked} Reply with only the number.", "label": str(label)} for asked, label in made]
-        return found[20:], found[:20]
+        return found[20 : 20 + self.samples] if self.sft else found[20:], found[:20]
 
 
 CASES = {
@@ -214,7 +214,7 @@ def run_trl(side: Side) -> None:
         tokenizer = AutoTokenizer.from_pretrained(options.model)  # in messages TRL trains the newline after a turn too
         as_text = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
         rows = [{"prompt": as_text(message(r["prompt"])), "completion": r["label"] + tokenizer.eos_token} for r in rows]
-        data = Dataset.from_list(rows[: case.samples])
+        data = Dataset.from_list(rows)
         trainer: Any = SFTTrainer(args=SFTConfig(**config), train_dataset=data, **given)
     else:
         config |= {"num_generations": case.group, "max_completion_length": case.tokens, "shuffle_dataset": False}
@@ -333,7 +333,7 @@ def main() -> None:
     for name in options.cases:
         case = replace(CASES[name], steps=CASES[name].steps or 1 + options.rounds)
         if options.quick:
-            small = {"prompts": 2, "group": 4, "tokens": 8, "steps": 2, "evaluate": 2 * (case.evaluate > 0)}
+            small = {"prompts": 2, "tokens": 16, "steps": 2, "evaluate": 2 * (case.evaluate > 0)}
             case = replace(case, **small, sides=SIDES if name == "low" else SIDES[::2])
         results += measure(name, case, options)
         write(options.json, {**begin, "results": results})
