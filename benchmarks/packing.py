@@ -80,7 +80,7 @@ def measure(name: str, count: int, num_ranks: int, options: argparse.Namespace) 
 
     # Planned once before timing, which warms up
     plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=budget)
-    num_packs = plan.num_packs * num_ranks
+    num_packs = len(plan.packs[0]) * num_ranks
     sides: dict[str, Callable[[], Any]] = {"ours": lambda: plan_packs(lengths, num_ranks=num_ranks, max_tokens=budget)}
     if count <= options.peers:
         sides["first-fit"] = lambda: first_fit(lengths, num_ranks, budget)

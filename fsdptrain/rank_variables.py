@@ -17,7 +17,6 @@ _REMEDY = "start with torchrun, which sets it, or unset RANK to train in one pro
 class RankVariables:
     rank: int
     world_size: int
-    local_rank: int
     local_world_size: int  # ranks on this machine
     master_addr: str
     master_port: int
@@ -48,7 +47,6 @@ def read_rank_variables(environment: Mapping[str, str] = os.environ) -> RankVari
     ranks = RankVariables(
         rank=number("RANK"),
         world_size=number("WORLD_SIZE"),
-        local_rank=number("LOCAL_RANK", 0),
         local_world_size=number("LOCAL_WORLD_SIZE", 1),
         master_addr=environment.get("MASTER_ADDR", ""),
         master_port=number("MASTER_PORT"),

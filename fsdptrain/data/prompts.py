@@ -79,11 +79,6 @@ class PromptStream:
         self._resumed: deque[tuple[int, int]] = deque()  # prompts that were pending at the checkpoint; returned first
 
     @property
-    def name(self) -> str:
-        """--prompt-data, for messages."""
-        return self.data.prompt_data
-
-    @property
     def progress(self) -> float:
         """Epochs so far, including the fraction of the current one."""
         return self.epoch + self.position / len(self.rows)

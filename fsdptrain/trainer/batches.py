@@ -18,8 +18,6 @@ from fsdptrain.trainer.metrics import reduce_sums
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Images, PackedBatch, Sample
 
-Members = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> global indices of its samples
-
 
 @dataclass(frozen=True)
 class PackingRules:
@@ -54,8 +52,6 @@ class StepBatches:
     """The packs of one optimizer step on this rank. All ranks have the same number of packs."""
 
     packs: list[PackedBatch]
-    members: Members  # the same on every rank
-    index: SampleIndex  # of all samples of the rollout
     fill: float
     imbalance: float
     shared: float = 0.0  # fraction of tokens that are computed together with those of another sample
@@ -165,7 +161,7 @@ def _make_step(
     ]
     num_tokens = sum(index.lengths[i] for i in chosen)
     num_skipped = num_tokens - sum(lengths)
-    return StepBatches(packs, members, index, plan.fill, plan.imbalance, plan.shared, num_tokens, num_skipped)
+    return StepBatches(packs, plan.fill, plan.imbalance, plan.shared, num_tokens, num_skipped)
 
 
 def _exchange(samples: Sequence[Sample], destinations: Sequence[Sequence[int]], index: SampleIndex) -> list[Sample]:

@@ -61,7 +61,7 @@ def test_a_plan_with_shared_prompts_is_a_valid_plan(shape, num_ranks):
     samples = samples_of(shape)
     plan = plan_of(samples, num_ranks)
     assert sorted(i for rank in plan.packs for members in rank for i in members) == list(range(len(samples)))
-    assert {len(rank) for rank in plan.packs} == {plan.num_packs}
+    assert {len(rank) for rank in plan.packs} == {len(plan.packs[0])}
     sharing = plan.shared > 0
     packs = [packed([samples[i] for i in members], sharing=sharing) for rank in plan.packs for members in rank]
     assert max(computed(batch) for batch in packs) <= BUDGET

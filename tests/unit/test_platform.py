@@ -105,7 +105,7 @@ def test_variables_are_read():
     assert read_rank_variables({}) is None
     ranks = read_rank_variables(GOOD)
     assert ranks is not None
-    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size) == (1, 2, 1, 2)
+    assert (ranks.rank, ranks.world_size, ranks.local_world_size) == (1, 2, 2)
     assert (ranks.master_addr, ranks.master_port, ranks.store_of_agent) == ("127.0.0.1", 29500, False)
 
 

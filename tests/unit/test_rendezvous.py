@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 
 def ranks_of(world_size, port):
-    first = RankVariables(0, world_size, 0, world_size, "127.0.0.1", port, False)
-    return [replace(first, rank=rank, local_rank=rank) for rank in range(world_size)]
+    first = RankVariables(0, world_size, world_size, "127.0.0.1", port, False)
+    return [replace(first, rank=rank) for rank in range(world_size)]
 
 
 def test_ranks_connect_at_the_port_of_rank_0():

@@ -32,16 +32,11 @@ NO_IMAGES: Mapping[str, Images] = MappingProxyType({})
 class PackPlan:
     """Assignment of samples to packs and ranks. The packs of a rank are sorted by decreasing cost."""
 
-    packs: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> sample indices; same number of packs per rank
+    packs: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> sample indices; as many packs, 1 or more, per rank
     fill: float  # tokens / (max_tokens x packs of all ranks), in [0, 1]
     imbalance: float  # share of time ranks wait for the slowest, if time is cost and ranks synchronize after each pack
     cost: float  # cost of the slowest rank, summed over rounds, in units of a token's linear cost
     shared: float = 0.0  # share of tokens computed only once together with another sample, in [0, 1)
-
-    @property
-    def num_packs(self) -> int:
-        """Number of packs per rank, at least 1."""
-        return len(self.packs[0])
 
 
 def plan_packs(

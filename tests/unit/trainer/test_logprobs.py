@@ -37,7 +37,7 @@ def two_steps() -> list[StepBatches]:
         pack([member], aggregation="token_mean", totals=index.totals([i], [i]), max_response_len=2)
         for i, member in enumerate(SAMPLES)
     ]
-    return [StepBatches([packed], [(i,)], index, 1.0, 0.0) for i, packed in enumerate(packs)]
+    return [StepBatches([packed], 1.0, 0.0) for packed in packs]
 
 
 OFF_POLICY = {"global_batch_size": 128}
