@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.rewards.parallel import ParallelReward
 
 
 def in_process(reward: Any) -> ParallelReward:
+    reward = reward if isinstance(reward, WeightedSum) else WeightedSum.only(reward)
     return ParallelReward(reward, num_workers=0, timeout=300.0, patience=900.0)

@@ -7,7 +7,7 @@ the other forms. To add one, register it in `REWARDS`, or pass `--reward package
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
@@ -70,9 +70,10 @@ class WeightedSum:
 
     components: tuple[Component, ...]
 
-    @property
-    def weights(self) -> dict[str, float]:
-        return {component.name: component.weight for component in self.components}
+    @classmethod
+    def only(cls, function: "RewardFunction") -> Self:
+        """Return the reward of one function. It is reported under no name."""
+        return cls((Component("", 1.0, function),))
 
     def combine(self, results: Sequence[RewardResult]) -> Mapping[str, float]:
         """Return the weighted sum of the results of the components, each scored, and its parts.
@@ -85,14 +86,14 @@ class WeightedSum:
             assert result.reward is not None
             rewards[component.name] = result.reward
             details |= result.rewards
-        return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
+        total = sum(c.weight * rewards[c.name] for c in self.components)
+        return {**details, **{name: value for name, value in rewards.items() if name}, "reward": total}
 
 
-def reads_environment(reward: "RewardFunction | WeightedSum") -> bool:
+def reads_environment(reward: WeightedSum) -> bool:
     """Return whether the environment's reward can affect `reward`. True for custom functions, which are unknown."""
     known = set(REWARDS.values()) - {REWARDS["environment"]}
-    functions = [part.function for part in reward.components] if isinstance(reward, WeightedSum) else [reward]
-    return not (isinstance(reward, WeightedSum) and all(f in known or type(f) in known for f in functions))
+    return not all(part.function in known or type(part.function) in known for part in reward.components)
 
 
 def _parse_all(reward: RewardConfig, prompt_data: str, has_environment: bool) -> dict[str, float]:

@@ -65,7 +65,7 @@ class ParallelReward:
 
     def __init__(
         self,
-        reward: "RewardFunction | WeightedSum",
+        reward: WeightedSum,
         *,
         num_workers: int,
         timeout: float,
@@ -76,8 +76,9 @@ class ParallelReward:
         self._timeout = timeout
         self._fast = fast
         self._patience = patience
-        components = reward.components if isinstance(reward, WeightedSum) else (Component("", 1.0, reward),)
-        self._runners: list[Direct | ProcessPool | EventLoop] = [self._start(each, num_workers) for each in components]
+        self._runners: list[Direct | ProcessPool | EventLoop] = [
+            self._start(each, num_workers) for each in reward.components
+        ]
 
     def _start(self, component: Component, num_workers: int) -> "Direct | ProcessPool | EventLoop":
         calls = RewardCalls(component.function, component.name, _where(component), self._timeout)
@@ -143,8 +144,6 @@ class ParallelReward:
         return outcomes
 
     def _combine(self, results: Sequence[RewardResult]) -> Outcome:
-        if not isinstance(self.reward, WeightedSum):
-            return results[0]
         try:
             return to_result(self.reward.combine(results))
         except ValueError as error:
@@ -164,7 +163,7 @@ def _is_ours(function: "RewardFunction") -> bool:
     return str(getattr(function, "__module__", "")).startswith("fsdptrain.rewards.")
 
 
-def build_parallel(config: Config, reward: "RewardFunction | WeightedSum") -> ParallelReward:
+def build_parallel(config: Config, reward: WeightedSum) -> ParallelReward:
     """Start the rewards with --reward-workers, --reward-timeout and a patience from --dist-timeout."""
     patience, workers = config.reward_patience, config.reward.reward_workers
     data = (config.data.prompt_data, config.data.eval_prompt_data or config.data.prompt_data)

@@ -79,7 +79,7 @@ class Prepared:
     builder: "SampleBuilder | None"  # of supervised samples
     held_out: list[Sample] | None  # supervised
     make_engine: "Callable[..., RolloutEngine] | None"
-    reward: "RewardFunction | WeightedSum"
+    reward: WeightedSum
     rewards: ParallelReward | None
 
 
@@ -110,11 +110,11 @@ def prepare(
     with raise_on_all_ranks(DataError, "--prompt-data"):
         name = config.algorithm.loss
         loss = registry.resolve(name, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config"))
-        has_environment = environment is not None
-        prompt_data = config.data.prompt_data
-        reward_function = reward or build_reward(
-            config.reward, prompt_data=prompt_data, has_environment=has_environment
-        )
+        if reward is None:
+            data_name = config.data.prompt_data
+            summed = build_reward(config.reward, prompt_data=data_name, has_environment=environment is not None)
+        else:
+            summed = WeightedSum.only(reward)
         advantages = advantage_rule(config)
         with stage("reading --prompt-data"):
             data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
@@ -129,9 +129,9 @@ def prepare(
 
         held_out = held_out_samples(config, builder, data)
     with stage("trying --reward"):
-        rewards = open_rewards(config, reward_function, data, environment, stack) if make_engine else None
+        rewards = open_rewards(config, summed, data, environment, stack) if make_engine else None
     parts = (config, features, environment, tokenizer, folder, loss, advantages, data, builder, held_out)
-    return Prepared(*parts, make_engine, reward_function, rewards)
+    return Prepared(*parts, make_engine, summed, rewards)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from fsdptrain.data.rows import Rows
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.files import weight_files
-from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.run_dir import RunFolder
@@ -30,9 +29,7 @@ _ROWS = 1000  # of larger data sets so many rows are read, at equal distances
 _SLICES, _SLICE_BYTES = 16, 4096  # of each file of weights
 
 
-def bind_inputs(
-    folder: RunFolder, checkpoint: Path, data: RunData, reward: RewardFunction | WeightedSum | None, *, named: bool
-) -> RunFolder:
+def bind_inputs(folder: RunFolder, checkpoint: Path, data: RunData, reward: WeightedSum, *, named: bool) -> RunFolder:
     """Return `folder` with the digests of the inputs. Collective.
 
     Raises CheckpointError on all ranks if an input is not that of the checkpoint to resume from. named: --resume names
@@ -46,7 +43,7 @@ def bind_inputs(
                 "held-out rows": _digest([held_out_content(prompt) for prompt in (*data.prompts, *data.supervised)]),
                 "chat template": _digest(str(data.stream.tokenizer.chat_template)),
                 "tokenizer": _tokenizer(data.stream.tokenizer),
-                "source of --reward": _reward(reward),
+                "source of --reward": _digest([source_of(component.function) for component in reward.components]),
                 "files of --hf-checkpoint": _model(checkpoint),
             }
             before = (folder.progress or {}).get("inputs", {})
@@ -98,13 +95,8 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return _digest(tokenizer.get_vocab() if backend is None else backend.to_str(), tokenizer.special_tokens_map)
 
 
-def _reward(reward: RewardFunction | WeightedSum | None) -> str:
-    """Digest the files that define the rewards of the user; those of this package are known by their names."""
-    functions = [each.function for each in reward.components] if isinstance(reward, WeightedSum) else [reward]
-    return _digest([source_of(function) for function in functions])
-
-
 def source_of(function: Any) -> str:
+    """Digest the file that defines a reward of the user; those of this package are known by their names."""
     if isinstance(function, partial):
         return _digest(source_of(function.func), function.args, function.keywords)
     module = getattr(function, "__module__", None) or type(function).__module__

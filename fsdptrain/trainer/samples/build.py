@@ -30,7 +30,7 @@ from fsdptrain.types import Episode
 if TYPE_CHECKING:
     from fsdptrain.algo.shaping import ShapingRule
     from fsdptrain.data.sft import SampleBuilder
-    from fsdptrain.protocols import RewardFunction, RolloutEngine
+    from fsdptrain.protocols import RolloutEngine
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
     from fsdptrain.trainer.samples.sft import SftSource
 
@@ -44,7 +44,7 @@ AGENT_SAMPLER = registry.Table[Callable[..., Any]]({"agent": "fsdptrain.agents.s
 
 def open_rewards(
     config: Config,
-    reward: "RewardFunction | WeightedSum",
+    reward: WeightedSum,
     data: RunData,
     environment: "LoadedEnvironment | None",
     stack: ExitStack,

@@ -55,6 +55,7 @@ OBEDIENT = "--reward tests.unit.rewards.user_rewards:obedient"
 def pool(
     reward: Any, num_workers: int = 2, timeout: float = MINUTE, patience: float = 600.0
 ) -> Iterator[ParallelReward]:
+    reward = reward if isinstance(reward, WeightedSum) else WeightedSum.only(reward)
     with closing(ParallelReward(reward, num_workers=num_workers, timeout=timeout, patience=patience)) as rewards:
         yield rewards
 
@@ -116,11 +117,12 @@ def test_a_process_that_died_between_rollouts_costs_no_sample() -> None:
 
 def test_a_killed_trainer_leaves_no_process() -> None:
     code = (
+        "from fsdptrain.rewards.build import WeightedSum\n"
         "from fsdptrain.rewards.parallel import ParallelReward\n"
         "from fsdptrain.types import Prompt\n"
         "from tests.unit.rewards.user_rewards import obedient\n"
         "prompt = Prompt('a', [1], '')\n"
-        "rewards = ParallelReward(obedient, num_workers=1, timeout=60.0, patience=600.0)\n"
+        "rewards = ParallelReward(WeightedSum.only(obedient), num_workers=1, timeout=60.0, patience=600.0)\n"
         "print(int(rewards.run([(prompt, 'pid')])[0].reward), flush=True)\n"
         "rewards.run([(prompt, 'regex')])\n"
     )
@@ -258,7 +260,7 @@ def test_a_closure_runs_in_this_process(module: str, caplog: pytest.LogCaptureFi
 def test_the_default_deadline_allows_three_hanging_calls() -> None:
     for dist_timeout, timeout in [(60, 10.0), (1800, 300.0), (7200, 300.0)]:
         config = Config(hf_checkpoint="x", dist_timeout=dist_timeout, reward_workers=0)
-        assert build_parallel(config, obedient)._timeout == timeout
+        assert build_parallel(config, WeightedSum.only(obedient))._timeout == timeout
 
 
 @pytest.mark.parametrize(
