@@ -23,6 +23,8 @@ from fsdptrain.errors import ConfigError, DataError
 
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIX = "use a template with generation tags, or --sft-loss-on last or all"
+_WITH_TOOLS = "use the template of a model with tools"
+_IN_CONTENT = "write it into content, in <think></think>, or remove it"
 
 Span = tuple[int, int]  # of characters
 
@@ -68,22 +70,13 @@ class ConversationEncoder:
         found = self._other(replace(conversation, messages=marked)) if marks else None
         if found is not None and not all(mark in found for mark in marks.values()):
             raise UnusableRowError("tools", "the chat template does not show messages of the role tool")
-        plain = [{name: value for name, value in m.items() if name != "tool_calls"} for m in messages]
-        if plain != messages and self._other(replace(conversation, messages=plain)) == text:
-            raise UnusableRowError(
-                "tools", "the chat template does not show tool_calls: use the template of a model with tools"
-            )
-        for name in THOUGHTS:
+        for name in ("tool_calls", *THOUGHTS):
             silent = [{key: value for key, value in m.items() if key != name} for m in messages]
             if silent != messages and self._other(replace(conversation, messages=silent)) == text:
-                raise UnusableRowError(
-                    "reasoning",
-                    f"the chat template does not show {name}: write it into content, in <think></think>, or remove it",
-                )
+                kind, fix = ("tools", _WITH_TOOLS) if name == "tool_calls" else ("reasoning", _IN_CONTENT)
+                raise UnusableRowError(kind, f"the chat template does not show {name}: {fix}")
         if conversation.tools and self._other(replace(conversation, tools=None)) == text:
-            raise UnusableRowError(
-                "tools", "the chat template does not show tools: use the template of a model with tools"
-            )
+            raise UnusableRowError("tools", f"the chat template does not show tools: {_WITH_TOOLS}")
         said = [message["content"] for message in messages if message["role"] == "assistant"]
         for content in said if self.loss_on == "assistant" else said[-1:]:
             if "".join(content.split()) not in "".join(text.split()):
