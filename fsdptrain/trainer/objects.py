@@ -55,20 +55,14 @@ def config_naming(
 
 def _constructor(given: Any, methods: Sequence[str]) -> Any:
     """Return a function that returns `given`, if it is an instance with these methods and not a class or function."""
-    is_instance = not isinstance(given, type) and all(hasattr(given, name) for name in methods)
-    return _Returning(given) if given is not None and is_instance else given
+    if isinstance(given, type) or not all(hasattr(given, name) for name in methods):
+        return given
 
+    def constructor(*_: Any, **__: Any) -> Any:
+        return given
 
-class _Returning:
-    """Function of any arguments that returns one object."""
-
-    def __init__(self, found: Any) -> None:
-        self.found = found
-        self.__module__, self.__qualname__ = type(found).__module__, type(found).__qualname__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        return self.found
+    constructor.__module__, constructor.__qualname__ = type(given).__module__, type(given).__qualname__
+    return constructor
 
 
 def _with_paths(config: Config, given: Mapping[str, Any]) -> Config:
