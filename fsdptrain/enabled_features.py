@@ -19,7 +19,7 @@ from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from fsdptrain.data.images import PromptProcessor
-    from fsdptrain.feature import Adapter, ChangeWeight, Feature, Packer
+    from fsdptrain.feature import Adapter, ChangeWeight, Feature
 
 T = TypeVar("T")
 
@@ -77,10 +77,6 @@ class Features(tuple["Feature", ...]):
     @property
     def prompt_processor(self) -> "PromptProcessor | None":
         return self.first(lambda feature: feature.prompt_processor)
-
-    @property
-    def packer(self) -> "Packer | None":
-        return self.first(lambda feature: feature.packer)
 
     @property
     def adapter(self) -> "Adapter | None":

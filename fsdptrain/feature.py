@@ -64,20 +64,6 @@ class Rows(Protocol):
         ...
 
 
-class Packer(Protocol):
-    """Plans packs instead of the core."""
-
-    def plan(
-        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
-    ) -> "PackPlan | None":
-        """Another plan than the core's, or None. prompts: (key, length) of the prompt of each sample."""
-        ...
-
-    def finish(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
-        """A pack of `samples`, on the CPU, before it is pinned."""
-        ...
-
-
 class Adapter(Protocol):
     """Parameters that are trained instead of the model's."""
 
@@ -140,10 +126,15 @@ class Feature:
 
     # Forward passes
 
-    @property
-    def packer(self) -> Packer | None:
-        """Plans packs instead of the core. Read after the layout is chosen."""
+    def plan_packs(
+        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
+    ) -> "PackPlan | None":
+        """Another plan of packs than the core's, or None. prompts: (key, length) of the prompt of each sample."""
         return None
+
+    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
+        """A pack of `samples`, on the CPU, before it is pinned."""
+        return batch
 
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> Rows | None:
         """Another arrangement of the pack than the core's. attention: the implementation that the model has."""

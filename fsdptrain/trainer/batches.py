@@ -146,7 +146,6 @@ def _make_step(
     arrived = iter(_exchange(samples, destinations, index))
     totals = index.totals(chosen, kept)
     groups = [[next(arrived) for _ in packed] for packed in members[dist.get_rank()]]
-    packer = rules.features.packer
     packs = [
         pack(
             group,
@@ -154,7 +153,7 @@ def _make_step(
             totals=totals,
             max_response_len=rules.max_response_len,
             pin_memory=platform.has_accelerator(),
-            finish=None if packer is None else partial(packer.finish, samples=group, plan=plan),
+            finish=partial(_finish_pack, samples=group, plan=plan, features=rules.features),
             images=images,
         )
         for group in groups
@@ -162,6 +161,10 @@ def _make_step(
     num_tokens = sum(index.lengths[i] for i in chosen)
     num_skipped = num_tokens - sum(lengths)
     return StepBatches(packs, plan.fill, plan.imbalance, plan.shared, num_tokens, num_skipped)
+
+
+def _finish_pack(batch: PackedBatch, samples: Sequence[Sample], plan: PackPlan, features: Features) -> PackedBatch:
+    return features.chained(lambda feature, pack: feature.finish_pack(pack, samples, plan), batch)
 
 
 def _exchange(samples: Sequence[Sample], destinations: Sequence[Sequence[int]], index: SampleIndex) -> list[Sample]:
@@ -175,8 +178,7 @@ def _exchange(samples: Sequence[Sample], destinations: Sequence[Sequence[int]], 
 def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: PackingRules) -> PackPlan:
     num_ranks = dist.get_world_size() // rules.copies
     limits = {"num_ranks": num_ranks, "max_tokens": rules.max_tokens}
-    packer = rules.features.packer
-    plan = None if packer is None else packer.plan(lengths, prompts, **limits)
+    plan = rules.features.first(lambda feature: feature.plan_packs(lengths, prompts, **limits))
     if plan is not None:
         return plan
     if rules.layout == "packed":

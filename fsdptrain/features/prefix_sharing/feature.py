@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from fsdptrain.data.packing.pack import PackPlan
 from fsdptrain.data.packing.prefixes import share_prefixes
 from fsdptrain.errors import NumericsError
-from fsdptrain.feature import Feature, Packer
+from fsdptrain.feature import Feature
 from fsdptrain.features.prefix_sharing.attention import SharedPrefixRows
 from fsdptrain.features.prefix_sharing.plan import plan_shared
 from fsdptrain.features.prefix_sharing.probe import probe_prefixes, require_structure
@@ -30,13 +30,12 @@ class PrefixSharingFeature(Feature):
         difference = probe_prefixes(model, probe_segments(model, vocab_size), probe)
         log.info("prompts of a group: computed once (probe: %.2g <= %g)", difference, probe.tolerance)
 
-    @property
-    def packer(self) -> Packer:
-        return self
+    def plan_packs(
+        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
+    ) -> PackPlan:
+        return plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
 
-    plan = staticmethod(plan_shared)
-
-    def finish(self, batch: PackedBatch, samples: Sequence[Sample], plan: PackPlan) -> PackedBatch:
+    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: PackPlan) -> PackedBatch:
         return replace(batch, shared=share_prefixes(samples)) if plan.shared > 0 else batch
 
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> SharedPrefixRows | None:
