@@ -4,7 +4,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.model.attention.rope import Switch, check_longest, rope_switch
+from fsdptrain.model.attention.rope import check_longest, rope_switch
 from tests import zoo
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 8.0} | {
@@ -17,11 +17,10 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 def test_only_length_dependent_frequencies_have_a_switch() -> None:
     assert rope_switch(zoo.config("llama")) is None
     assert rope_switch(zoo.config("gemma3")) is None  # two kinds of layers
-    assert rope_switch(zoo.config("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)) == Switch(
-        64, "longrope"
-    )
+    longrope = zoo.config("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    assert rope_switch(longrope) == (64, "longrope")
     dynamic = zoo.config("llama", rope_parameters=DYNAMIC, max_position_embeddings=128)
-    assert rope_switch(dynamic) == Switch(128, "dynamic")
+    assert rope_switch(dynamic) == (128, "dynamic")
 
 
 @pytest.mark.parametrize(
