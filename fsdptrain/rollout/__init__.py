@@ -2,9 +2,9 @@
 
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdptrain.registry import resolve
+from fsdptrain.registry import Table, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Name -> "module:function", imported when it is used and called as function(config, checkpoint=..., device=...).
-ENGINES = {
-    "hf": "fsdptrain.rollout.embedded.engine:build_hf_engine",
-    "vllm": "fsdptrain.vllm.in_process:build_vllm_engine",
-    "vllm-server": "fsdptrain.vllm.server.build:build_vllm_server_engine",
-}
+ENGINES: "Table[Callable[..., RolloutEngine]]" = Table(
+    {
+        "hf": "fsdptrain.rollout.embedded.engine:build_hf_engine",
+        "vllm": "fsdptrain.vllm.in_process:build_vllm_engine",
+        "vllm-server": "fsdptrain.vllm.server.build:build_vllm_server_engine",
+    }
+)
 
 
 def engine_factory(name: str) -> "Callable[..., RolloutEngine]":
@@ -29,8 +30,8 @@ def engine_factory(name: str) -> "Callable[..., RolloutEngine]":
     is loaded. The engine has no weights before the first `update_weights`.
     """
     return resolve(
-        ENGINES.get(name, name),
-        dict[str, Any](ENGINES),
+        name,
+        ENGINES,
         flag="--rollout-engine",
         plugins="rollout",
         call=lambda build: build("config", checkpoint="path", device="device"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -55,13 +55,6 @@ if TYPE_CHECKING:
     from fsdptrain.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class FeatureEngine(Protocol):
-    """Engine whose model needs hooks of features, such as images in prompts."""
-
-    def use_features(self, features: Features) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -174,7 +167,9 @@ def build_loop(
 
                 has_deadlines = run.environment is not None and run.environment.is_agent
                 threads = open_threads(config, engine, stack, has_deadlines=has_deadlines)
-            weight_sync = build_weight_sync(config, engine, backend)
+            if use_features := getattr(engine, "use_features", None):  # its model needs hooks, for images in prompts
+                use_features(backend.features)
+            weight_sync = WeightSync(engine, backend, build_verifier(config, engine))
             sampler = build_sampler(config, run.tokenizer, engine, run.rewards, run.environment, stack)
             if data.prompts:
                 from fsdptrain.trainer.evaluation import Evaluation
@@ -240,10 +235,3 @@ def open_engine(
     engine.sleep()
     backend.onload()
     return engine
-
-
-def build_weight_sync(config: Config, engine: "RolloutEngine", backend: "TrainBackend") -> WeightSync:
-    """Connect the backend to the engine."""
-    if isinstance(engine, FeatureEngine):
-        engine.use_features(backend.features)
-    return WeightSync(engine, backend, build_verifier(config, engine))
