@@ -35,9 +35,8 @@ class ModelCall:
 class Choice:
     """One response of the model."""
 
-    text: str  # without the token and the string that stopped it
-    tool_calls: Sequence[ToolCall]  # parsed from the text
-    content: str  # `text` without the tool calls
+    tool_calls: Sequence[ToolCall]
+    content: str  # the text, without what stopped it and without the tool calls
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: Sequence[int]
     tokens: Sequence[str]  # each token as text

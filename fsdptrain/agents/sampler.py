@@ -205,7 +205,6 @@ class OpenEpisodes:
         content, tool_calls = self.renderer.tool_calls_of(text, completion.token_ids, call, prompt_ids, number=number)
         is_call = tool_calls and completion.finish_reason == "stop"
         return Choice(
-            text=text,
             tool_calls=tool_calls,
             content=content,
             finish_reason="tool_calls" if is_call else completion.finish_reason,

@@ -84,7 +84,11 @@ class VLLMEngine:
         options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
         with preserve_rng_state():  # vLLM seeds the generators of the process
             self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
-        self._ranks = _ranks_of_engine() if options.get("tensor_parallel_size", 1) > 1 else None
+        self._ranks: dist.ProcessGroup | None = None
+        if options.get("tensor_parallel_size", 1) > 1:
+            from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
+
+            self._ranks = get_tp_group().cpu_group
         self._limit = limit
         self._num_steps = 0  # of the current `_run`
         self._step: Callable[[], list[Any]] = self._llm.llm_engine.step
@@ -106,22 +110,24 @@ class VLLMEngine:
         """Load the tensors of a checkpoint, by the names of its files, layer by layer; reset the prefix cache."""
         self._has_weights = False  # also after half an update
         weights = iter(weights)
+        from fsdptrain.vllm.worker.reload import reload_weights  # needs vLLM
+
+        def reload(worker: Any) -> None:  # in vLLM's worker, which is this process
+            reload_weights(worker.get_model(), worker.vllm_config, weights)
+
         with self._limit.around(_SYNC), raise_on_all_ranks(RolloutError, "--rollout-engine vllm"):
             try:
-                self._llm.collective_rpc(_reload, kwargs={"weights": weights})
+                self._llm.collective_rpc(reload)
             finally:
                 for _ in weights:  # iterating is collective: other ranks go on after an error of this one
                     pass
-            self._start_version(policy_version)
+            if self._sleeps:
+                self._llm.wake_up(tags=["kv_cache"])
+            if not self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise RolloutError("vLLM did not reset its prefix cache, which belongs to the old weights")
+            self._llm.llm_engine.set_weight_version(str(policy_version))
+            self.policy_version = policy_version
         self._has_weights = True
-
-    def _start_version(self, policy_version: int) -> None:
-        if self._sleeps:
-            self._llm.wake_up(tags=["kv_cache"])
-        if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise RolloutError("vLLM did not reset its prefix cache, which belongs to the old weights")
-        self._llm.llm_engine.set_weight_version(str(policy_version))
-        self.policy_version = policy_version
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
@@ -279,7 +285,10 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
                 f"--rollout-engine-args {name}: an engine in the trainer's process supports tensor_parallel_size only; "
                 "remove it, or use --rollout-engine vllm-server"
             )
-    known = _known_options()
+    _import_vllm()
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports] - an extra
+
+    known = [field.name for field in fields(EngineArgs)]
     for name in args:
         if name not in known:
             raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
@@ -287,13 +296,6 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     limit = CallLimit(config.section(VllmConfig).timeout)
     trust = config.model.trust_remote_code
     return VLLMEngine(checkpoint, limit=limit, trust_remote_code=trust, data=config.data, **options)
-
-
-def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Runs in vLLM's worker, which is this process."""
-    from fsdptrain.vllm.worker.reload import reload_weights  # needs vLLM
-
-    reload_weights(worker.get_model(), worker.vllm_config, weights)
 
 
 def _parallel_options(tensor_size: Any, *, on_gpu: bool, timeout_s: int) -> dict[str, Any]:
@@ -312,19 +314,6 @@ def _parallel_options(tensor_size: Any, *, on_gpu: bool, timeout_s: int) -> dict
     if tensor_size > 1 and not on_gpu:
         options["worker_cls"] = CPU_WORKER
     return options
-
-
-def _ranks_of_engine() -> dist.ProcessGroup:
-    from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports] - an extra
-
-    return get_tp_group().cpu_group
-
-
-def _known_options() -> list[str]:
-    _import_vllm()
-    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports] - an extra
-
-    return [field.name for field in fields(EngineArgs)]
 
 
 def _import_vllm() -> Any:

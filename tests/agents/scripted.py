@@ -67,6 +67,4 @@ class ScriptedEpisodes:
         if call.max_tokens is not None and len(text) > call.max_tokens:
             text, reason, calls = text[: call.max_tokens], "length", []
         logprobs = [-0.5 * index for index in range(len(text))]
-        return Choice(
-            text, calls, "" if calls else text, reason, [ord(letter) for letter in text], list(text), logprobs
-        )  # type: ignore[arg-type]
+        return Choice(calls, "" if calls else text, reason, [ord(letter) for letter in text], list(text), logprobs)  # type: ignore[arg-type]

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import secrets
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -26,7 +27,7 @@ from fsdptrain.vllm.server.client import Deadline, VLLMClient, host_of
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN, ServerProcess, command_line
-from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name, shared_memory
+from fsdptrain.vllm.server.weight_files import SHARED_MEMORY, WeightFolder, folder_name
 
 _REQUIRED = {"tokens_only": True}
 _FILE_BYTES = 512 * 2**20  # of weights in one file
@@ -49,13 +50,14 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
             folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=_FILE_BYTES)
             after_error.callback(folder.delete)
             if urls:
-                loop.run(_check(urls, key, config))
+                loop.run(_all(require_fitting(VLLMClient(url, key), config) for url in urls))
             else:
                 key = secrets.token_hex(16)
                 processes = _start(config, checkpoint, folder.path, key, device)
                 for process in processes:
                     after_error.callback(process.close)
-                loop.run(_wait_until_up(processes, key, _START_SHARE * config.launch.dist_timeout))
+                deadline = Deadline(_START_SHARE * config.launch.dist_timeout)
+                loop.run(_all(process.wait_until_up(VLLMClient(process.url, key), deadline) for process in processes))
             after_error.pop_all()
     servers = [(process.url, process.log) for process in processes] or [(url, None) for url in urls]
     servers, key, run_id = gather((servers, key, secrets.token_hex(4)))[0]
@@ -72,13 +74,8 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
     )
 
 
-async def _check(urls: Sequence[str], key: str | None, config: Config) -> None:
-    await asyncio.gather(*(require_fitting(VLLMClient(url, key), config) for url in urls))
-
-
-async def _wait_until_up(processes: Sequence[ServerProcess], key: str, seconds: float) -> None:
-    deadline = Deadline(seconds)
-    await asyncio.gather(*(process.wait_until_up(VLLMClient(process.url, key), deadline) for process in processes))
+async def _all(works: Iterable[Awaitable[None]]) -> None:
+    await asyncio.gather(*works)
 
 
 def _start(config: Config, checkpoint: Path, weights: Path, key: str, device: torch.device) -> list[ServerProcess]:
@@ -137,7 +134,6 @@ def weight_path(config: Config, checkpoint: Path) -> Path:
     if options.weight_transfer != "file" or all(is_local(host_of(url)) for url in config.section(VllmConfig).urls):
         # twice the files of the checkpoint, whose dtype may be half as wide as the compute dtype
         needed = 2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-        shared = shared_memory(needed)
-        if shared is not None:
-            return shared / name
+        if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed:
+            return SHARED_MEMORY / name
     return Path(config.run.output_dir) / name

@@ -33,20 +33,18 @@ async def require_fitting(client: VLLMClient, config: Config) -> None:
     wrong = [f"--{name} {needed} (it has {value})" for name, (needed, value) in flags.items() if needed != value]
     if wrong:
         raise ConfigError(f"--rollout-urls: {client.url} must be started with {', '.join(wrong)}")
-    if not is_local(client.host) and await _answers_without_key(client):
-        raise ConfigError(
-            f"--rollout-urls: everyone who can reach {client.url} can change its weights and run code: start it with "
-            f"--middleware {MIDDLEWARE['middleware']} and VLLM_API_KEY"
-        )
-
-
-async def _answers_without_key(client: VLLMClient) -> bool:
-    """vLLM's own key protects only its public routes."""
+    if is_local(client.host):
+        return
     try:
-        await VLLMClient(client.url).get("/is_paused", timeout=_DESCRIBE_S)
+        await VLLMClient(client.url).get(
+            "/is_paused", timeout=_DESCRIBE_S
+        )  # vLLM's key protects its public routes only
     except RolloutError:
-        return False
-    return True
+        return
+    raise ConfigError(
+        f"--rollout-urls: everyone who can reach {client.url} can change its weights and run code: start it with "
+        f"--middleware {MIDDLEWARE['middleware']} and VLLM_API_KEY"
+    )
 
 
 def _flags_of(found: Any, config: Config) -> dict[str, tuple[Any, Any]]:

@@ -125,7 +125,8 @@ class VLLMClient:
         except TimeoutError:
             raise RolloutError(f"{self.url} did not answer {what} in {timeout:.0f} s{hint}") from None
         except httpx.HTTPError as error:
-            why = f"{type(error).__name__}: {error}{self._last_words()}"
+            said = "" if self._log is None else f" ({self._log}: {last_words(self._log)})"
+            why = f"{type(error).__name__}: {error}{said}"
             raise RolloutError(f"{self.url} broke off {what}: {why}") from None
         text = response.content.decode(errors="replace")
         if response.status_code != 200:
@@ -136,9 +137,6 @@ class VLLMClient:
             return json.loads(text)
         except (ValueError, RecursionError):
             raise RolloutError(f"{self.url} answered {what} with broken JSON: {_shown(text)}") from None
-
-    def _last_words(self) -> str:
-        return "" if self._log is None else f" ({self._log}: {last_words(self._log)})"
 
 
 def last_words(log: Path) -> str:

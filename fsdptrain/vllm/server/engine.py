@@ -227,7 +227,16 @@ class VLLMServerEngine:
                     f"{client.url} answered with weights {tag}, not {self._tag_of(version)}: it was restarted, or "
                     "another run uses it"
                 )
-        return _completion(prompt, generation, with_routes=with_routes)
+        versions = [int(tag.rpartition("/")[2]) for tag in generation.versions]
+        return Completion(
+            prompt.id,
+            generation.token_ids,
+            generation.logprobs,
+            generation.finish_reason,
+            versions[0],
+            routes=routes_of(generation.routed_experts) if with_routes else None,
+            versions=versions if versions[0] != versions[-1] else None,
+        )
 
     async def _ask(self, client: VLLMClient, body: dict[str, Any]) -> Generation:
         """RolloutError also if a server that has not answered for long does not answer a health check either."""
@@ -266,16 +275,3 @@ def _max_connections(num_servers: int) -> int:
 def first_choice(prompt_id: str, num_servers: int) -> int:
     """Return the same server for all calls of an episode, ROW@EPOCH#SAMPLE@CALL, and any for other episodes."""
     return zlib.crc32((prompt_id.rpartition("@")[0] or prompt_id).encode()) % num_servers
-
-
-def _completion(prompt: Prompt, generation: Generation, *, with_routes: bool) -> Completion:
-    versions = [int(tag.rpartition("/")[2]) for tag in generation.versions]
-    return Completion(
-        prompt.id,
-        generation.token_ids,
-        generation.logprobs,
-        generation.finish_reason,
-        versions[0],
-        routes=routes_of(generation.routed_experts) if with_routes else None,
-        versions=versions if versions[0] != versions[-1] else None,
-    )

@@ -34,8 +34,8 @@ async def push(
     the new weights. Otherwise they are aborted.
     """
     await client.post(f"/pause?mode={'keep' if keep_requests else 'abort'}", timeout=deadline.left)
-    if transfer == "file":
-        await load_files(client, files, deadline)
+    if transfer == "file":  # the server reads the files itself
+        await _load(client, "fsdptrain_load_files", [str(path.resolve()) for path in files], timeout=deadline.left)
     else:
         await send_files(client, files, deadline)
     await client.post("/update_weight_version", {"new_version": tag}, timeout=deadline.left)
@@ -43,12 +43,6 @@ async def push(
     version = await client.version(timeout=deadline.left)
     if version != tag:
         raise RolloutError(f"{client.url} holds version {version!r} after the update to {tag!r}")
-
-
-async def load_files(client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
-    """--weight-transfer file: the server reads the files itself."""
-    paths = [str(path.resolve()) for path in files]
-    await _load(client, "fsdptrain_load_files", paths, timeout=deadline.left)
 
 
 async def _load(client: VLLMClient, method: str, *args: Any, timeout: float) -> None:

@@ -93,10 +93,3 @@ def folder_name(output_dir: Path) -> str:
     """Depends on `output_dir` only: a run that is resumed after a kill finds and deletes the files of before."""
     name = f"{os.getuid()}/{output_dir.resolve()}"
     return "fsdptrain-" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-
-
-def shared_memory(num_bytes: int) -> Path | None:
-    """The folder of shared memory, if there is one with room for `num_bytes`."""
-    if not SHARED_MEMORY.is_dir() or shutil.disk_usage(SHARED_MEMORY).free < num_bytes:
-        return None
-    return SHARED_MEMORY

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdptrain.vllm.server.weight_files import folder_name, shared_memory
+from fsdptrain.vllm.server.weight_files import SHARED_MEMORY, folder_name
 from tests.e2e import command
 from tests.matrix import only
 from tests.testing import save_tiny_checkpoint, wait_until
@@ -53,8 +53,7 @@ def test_a_run_ends_with_its_server_a_resume_goes_on_and_its_server_ends_with_it
     steps = [row["step"] for row in command.trained(rows(folder))]
     assert steps == sorted(set(steps)) == [*range(steps[0], steps[-1] + 1)]
     assert max(row["mismatch/abs_max"] for row in command.trained(rows(folder))) < 1e-4
-    weights = shared_memory(0)
-    assert weights is None or not (weights / folder_name(folder)).exists()
+    assert not (SHARED_MEMORY / folder_name(folder)).exists()
 
 
 def servers_of(run: ForkServerProcess) -> list[psutil.Process]:
