@@ -1,7 +1,7 @@
 """The megatron-core training backend. It uses the same recipes, losses, packs and engines as FSDP."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,13 @@ class MegatronBackend:
     def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute logprobs at the rollout temperature without gradient. Returns CPU tensors, one per batch."""
         moved = [batch.to(self.device) for batch in batches]
-        with torch.no_grad(), self._weights_of(model):
-            found = self._run(moved, self._scored, train=False)
+        weights = nullcontext()
+        if model == "reference":
+            assert self._reference is not None, "there is no reference without a KL term"
+            weights = self._reference.swapped_into(self._model)
+        with torch.no_grad(), weights:
+            found = self._run(moved, lambda *hidden: self._logprobs(*hidden, with_entropy=False).values, train=False)
         return [LogProbs(values.cpu()) for values in from_last_stage(found, [b.advantages for b in moved])]
-
-    def _scored(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return self._logprobs_head(self._model, hidden, batch, with_entropy=False).values
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
         """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs.
@@ -131,7 +132,7 @@ class MegatronBackend:
         self._wrapped.zero_grad_buffer()
 
         def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
-            logprobs = self._logprobs_head(self._model, hidden, batch, with_entropy=True)
+            logprobs = self._logprobs(hidden, batch, with_entropy=True)
             output = loss(batch, logprobs.for_loss(config), config)
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
@@ -190,27 +191,15 @@ class MegatronBackend:
             with raise_on_all_ranks(CheckpointError, f"{flag} {path}"):
                 load_tensors(path, self.weights, put)
 
-    def _weights_of(self, role: ModelRole) -> AbstractContextManager[None]:
-        return nullcontext() if role == "policy" else self._bank.swapped_into(self._model)
-
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
         model = self._wrapped if train else self._model
         return run_packs(model, batches, finish, layout=self._layout, train=train)
 
-    @property
-    def _logprobs_head(self) -> LogprobsHead:
-        return LogprobsHead(
-            self.hf_config.vocab_size,
-            self._layout,
-            self._config.model.logprob_chunk_size,
-            self._config.scoring_temperature,
-            Truncation.of(self._config.rollout),
-        )
-
-    @property
-    def _bank(self) -> ReferenceBank:
-        assert self._reference is not None, "there is no reference without a KL term"
-        return self._reference
+    def _logprobs(self, hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
+        chunk_size, temperature = self._config.model.logprob_chunk_size, self._config.scoring_temperature
+        truncation = Truncation.of(self._config.rollout)
+        head = LogprobsHead(self.hf_config.vocab_size, self._layout, chunk_size, temperature, truncation)
+        return head(self._model, hidden, batch, with_entropy=with_entropy)
 
     @property
     def _identity(self) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Convert tensors of the files to tensors of megatron-core and back. Conversions only rearrange values.
 
-Each conversion reads only the slices of one tensor-parallel rank, and joins the parts of all ranks. The round trip is
-bitwise exact, for weights and for tensors of the same shape (Adam's moments).
+`read` returns the part of tensor-parallel rank `rank` of `size` and reads only its slices. `join` returns the full
+tensors of the files from the parts of all these ranks. The round trip is bitwise exact, for weights and for tensors of
+the same shape (Adam's moments).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +15,6 @@ from torch import Tensor
 
 # Maps the name of a tensor in the files to a sliceable object: a tensor, or a lazy safetensors slice.
 Source = Callable[[str], Any]
-
-
-class Conversion(Protocol):
-    def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
-        """Read the part of tensor-parallel rank `rank` of `size`."""
-        ...
-
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Join the parts of all tensor-parallel ranks into the full tensors of the files."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -87,6 +78,9 @@ class Vocabulary:
 
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(parts))[: self.size]]
+
+
+Conversion = Copy | Columns | Interleaved | Vocabulary
 
 
 def _rows(whole: Any, rank: int, size: int) -> Tensor:

@@ -149,13 +149,9 @@ def _inputs(batch: PackedBatch, config: "TransformerConfig", layout: Layout) -> 
     return {
         "input_ids": rows,
         "position_ids": torch.arange(width, device=rows.device).expand_as(rows),
-        "attention_mask": _causal(width, rows.device),
+        # [1, 1, S, S], True where attention is masked out
+        "attention_mask": torch.ones(width, width, dtype=torch.bool, device=rows.device).triu(1)[None, None],
     }
-
-
-def _causal(width: int, device: torch.device) -> Tensor:
-    """Return a [1, 1, S, S] mask, True where attention is masked out."""
-    return torch.ones(width, width, dtype=torch.bool, device=device).triu(1)[None, None]
 
 
 def _thd_inputs(batch: PackedBatch, *, multiple: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ buffers, but accepts only tensors of type `torch.cuda.FloatTensor`, and AdamW is
     masters, float32       [ a part of each parameter in here ]
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,21 +141,15 @@ class Masters:
 
         Each rank adds the squares of its slices, divided by the number of tensor-parallel ranks with the same values.
         """
-        squares = [torch.zeros((), dtype=torch.float64, device=self._device), *self._squares()]
-        total = torch.stack(squares).sum()
-        dist.all_reduce(total)
-        return total.sqrt().float()
-
-    def _squares(self) -> Iterator[Tensor]:
         groups = process_groups()
+        squares = [torch.zeros((), dtype=torch.float64, device=next(iter(self._names)).device)]
         for part in self._parts.values():
             count = owners(part.parameter, groups)
             if part.master.grad is not None and count:
-                yield part.master.grad.double().square().sum() / count
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._names)).device
+                squares.append(part.master.grad.double().square().sum() / count)
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        return total.sqrt().float()
 
 
 def _own_run(bucket: Any, group: dist.ProcessGroup) -> range:

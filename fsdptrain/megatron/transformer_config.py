@@ -24,21 +24,24 @@ if TYPE_CHECKING:
 _REMEDY = "use --backend fsdp"
 
 
-def _dense(config: PreTrainedConfig) -> dict[str, Any]:
-    return {}
+def _experts(config: PreTrainedConfig) -> dict[str, Any]:
+    choice = expert_choice(config)
+    assert choice is not None, config.model_type
+    return {
+        "num_moe_experts": choice.num_experts,
+        "moe_router_topk": choice.top_k,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+    }
 
 
 def _softmax_experts(config: PreTrainedConfig) -> dict[str, Any]:
     """Qwen3-MoE: softmax over all experts, then the top k, optionally renormalized."""
-    num_experts, top_k = _expert_choice(config)
     said = config.to_dict()  # Qwen3.5 sets neither key: experts in all layers, always renormalized
     dense = set(said.get("mlp_only_layers") or ())
     step = said.get("decoder_sparse_step") or 1
     layers = range(config.num_hidden_layers)
     return {
-        "num_moe_experts": num_experts,
-        "moe_router_topk": top_k,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        **_experts(config),
         "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in layers],
         "moe_router_pre_softmax": not said.get(
             "norm_topk_prob", True
@@ -56,13 +59,11 @@ def _shared_gate_experts(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     """DeepSeek-V3: a sigmoid router with a selection bias and expert groups. Its attention is that of transformers."""
-    num_experts, top_k = _expert_choice(config)
-    if not config.norm_topk_prob or top_k < 2:
+    experts = _experts(config)
+    if not config.norm_topk_prob or experts["moe_router_topk"] < 2:
         raise ConfigError(f"--backend megatron: norm_topk_prob off, or one expert a token, is not built: {_REMEDY}")
     return {
-        "num_moe_experts": num_experts,
-        "moe_router_topk": top_k,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        **experts,
         "moe_layer_freq": [int(i >= config.first_k_dense_replace) for i in range(config.num_hidden_layers)],
         "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
         "moe_router_score_function": "sigmoid",
@@ -78,7 +79,7 @@ def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
 class Family:
     """Differences of a `model_type` from a plain decoder with RMSNorm, rotary attention and a gated MLP."""
 
-    special: Callable[[PreTrainedConfig], dict[str, Any]] = _dense
+    special: Callable[[PreTrainedConfig], dict[str, Any]] = lambda _: {}
     qk_norm: bool = False
     qkv_bias: bool = False
     wrapped: bool = False  # uses the attention module of transformers: see hf_spec.py
@@ -151,8 +152,23 @@ def transformer_config(
 
     family = family_of(config)
     _refuse_unknown(config)
-    values = _ALWAYS | _of_model(config) | _of_split(megatron) | family.special(config)
-    values |= {
+    values = _ALWAYS | {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # absent: only experts
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_size(config),
+        "layernorm_epsilon": config.rms_norm_eps,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
+        "tensor_model_parallel_size": megatron.tensor_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "expert_model_parallel_size": megatron.expert_parallel,
+        "sequence_parallel": megatron.tensor_parallel > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "variable_seq_lengths": megatron.pipeline_parallel > 1,
+        **family.special(config),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -174,32 +190,6 @@ def transformer_config(
     _refuse_split(config, megatron, values, on_cpu=on_cpu)
     with quiet_megatron():
         return TransformerConfig(**values)
-
-
-def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
-    family = family_of(config)
-    return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # absent: only experts
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": head_size(config),
-        "layernorm_epsilon": config.rms_norm_eps,
-        "add_qkv_bias": family.qkv_bias,
-        "qk_layernorm": family.qk_norm,
-    }
-
-
-def _of_split(megatron: MegatronConfig) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": megatron.tensor_parallel,
-        "pipeline_model_parallel_size": megatron.pipeline_parallel,
-        "expert_model_parallel_size": megatron.expert_parallel,
-        "sequence_parallel": megatron.tensor_parallel > 1,
-        "moe_token_dispatcher_type": "alltoall",
-        "variable_seq_lengths": megatron.pipeline_parallel > 1,
-    }
 
 
 def rotary_options(config: PreTrainedConfig) -> dict[str, Any]:
@@ -264,9 +254,3 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, values: di
             "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
             "CPUs leave one out"
         )
-
-
-def _expert_choice(config: PreTrainedConfig) -> tuple[int, int]:
-    choice = expert_choice(config)
-    assert choice is not None, config.model_type
-    return choice
