@@ -142,14 +142,11 @@ def _plan(p: Tensor, mesh: DeviceMesh, axis: int) -> _Gathering:
     assert isinstance(p, DTensor)
     group, placement = mesh.get_group(axis), p.placements[axis]
     assert isinstance(placement, Shard)
-    local, sizes, left = local_shard(p).shape, [], p.shape[placement.dim]
-    chunk = math.ceil(left / group.size())
-    for _ in range(group.size()):
-        size = list(local)
-        size[placement.dim] = min(chunk, left)
-        left -= size[placement.dim]
-        sizes.append(torch.Size(size))
-    return _Gathering(group, placement.dim, tuple(sizes))
+    local, dim, total = local_shard(p).shape, placement.dim, p.shape[placement.dim]
+    chunk = math.ceil(total / group.size())
+    lengths = [max(0, min(chunk, total - rank * chunk)) for rank in range(group.size())]
+    sizes = tuple(torch.Size((*local[:dim], length, *local[dim + 1 :])) for length in lengths)
+    return _Gathering(group, dim, sizes)
 
 
 def _exchange_and_orthogonalize(updates: Sequence[Tensor], plans: Sequence[_Gathering]) -> list[Tensor]:

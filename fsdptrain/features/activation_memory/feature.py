@@ -46,16 +46,13 @@ class Recomputed:
         self._on_host = on_host
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._saving():
-            return checkpoint(self._stock, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
-
-    def _saving(self) -> AbstractContextManager[Any]:
-        if not self._on_host:
-            return nullcontext()
-        return save_on_cpu(pin_memory=platform.has_accelerator(), device_type=platform.device_type())
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), self.again()
+        saving: AbstractContextManager[Any] = nullcontext()
+        if self._on_host:
+            saving = save_on_cpu(pin_memory=platform.has_accelerator(), device_type=platform.device_type())
+        with saving:
+            return checkpoint(
+                self._stock, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), self.again()), **kwargs
+            )
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, *, on_host: bool = False) -> None:

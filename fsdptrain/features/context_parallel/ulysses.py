@@ -56,7 +56,8 @@ class UlyssesGroup:
         shared = [x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value)]
         parts = [query, *shared]
         by_rank = [x.unflatten(1, (self.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in parts]  # [N, B, s, h D]
-        whole = _columns(_AllToAll.apply(torch.cat(by_rank, dim=3), self.group))  # [B, S, .]
+        ranks_first = _AllToAll.apply(torch.cat(by_rank, dim=3), self.group)  # [N, B, s, .]
+        whole = ranks_first.movedim(0, 2).flatten(1, 2)  # [B, S, .], in token order
         pieces = whole.split([x.shape[3] for x in by_rank], dim=2)
         return [y.unflatten(2, (-1, x.shape[3])).transpose(1, 2) for x, y in zip(parts, pieces, strict=True)]
 
@@ -64,15 +65,6 @@ class UlyssesGroup:
         """Map the attention output [B, S, H / size, D] to [B, s, H, D]."""
         by_rank = out.unflatten(1, (-1, self.size)).permute(2, 0, 1, 3, 4).contiguous()  # [N, B, s, h, D]
         return _AllToAll.apply(by_rank, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def own_heads(self, values: Tensor) -> Tensor:
-        """Select this rank's heads: [H] -> [H / size]"""
-        return values.unflatten(0, (self.size, -1))[self.rank]
-
-
-def _columns(by_rank: Tensor) -> Tensor:
-    """Interleave [N, B, s, ...] to [B, s N, ...], in token order."""
-    return by_rank.movedim(0, 2).flatten(1, 2)
 
 
 def repeats_of(num_heads: int, num_shared: int, size: int) -> int:
@@ -87,7 +79,7 @@ def ulysses_attention(
     """Compute `packed_attention` for columns on several ranks. [B, H, s, D] -> [B, s, H, DV]"""
     query, key, value = group.to_heads(query, key, value)
     if options.sinks is not None:
-        options = replace(options, sinks=group.own_heads(options.sinks))
+        options = replace(options, sinks=options.sinks.unflatten(0, (group.size, -1))[group.rank])  # of these heads
     return group.to_tokens(packed_attention(query, key, value, boundaries, options))
 
 

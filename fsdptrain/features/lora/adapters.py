@@ -100,7 +100,8 @@ class Adapters:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their names in a peft file, sharded like the model."""
-        return {_file_name(name): p for name, p in self._model.named_parameters() if p.requires_grad}
+        trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        return {f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}": p for name, p in trained}
 
     def write_config(self, folder: Path, *, base: str) -> None:
         """Write adapter_config.json with `base` as the base model name."""
@@ -123,7 +124,9 @@ class Adapters:
         for weight, layer in self.layers.items():
             a, b = _factors(layer)
             bound = 1.0 / math.sqrt(a.weight.shape[-1])
-            _fill(a, torch.empty(a.weight.shape).uniform_(-bound, bound, generator=_generator(seed, weight)), device)
+            digest = hashlib.sha256(f"{seed} {weight}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            _fill(a, torch.empty(a.weight.shape).uniform_(-bound, bound, generator=generator), device)
             _fill(b, torch.zeros(b.weight.shape), device)
 
     def _adapted(self) -> Iterator[tuple[str, nn.Module]]:
@@ -204,16 +207,3 @@ def _fill(module: Any, whole: Tensor, device: torch.device) -> None:
     """Set this rank's part of `whole` as the weight of the meta `module`, on `device`."""
     part = own_part(whole.to(platform.local_device()), module.weight)
     register(module, ["weight"], filled_like(module.weight, part, device))
-
-
-def _generator(seed: int, weight: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} {weight}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _file_name(name: str) -> str:
-    """Return the name of a parameter in a peft file.
-
-    `layers.0.q_proj.lora_A.default.weight` becomes `base_model.model.layers.0.q_proj.lora_A.weight`.
-    """
-    return f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"

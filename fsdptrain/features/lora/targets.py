@@ -50,7 +50,11 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> Targets:
             if not found and not weights:
                 found, weights = _named(linear, other, name)
         if not found and not weights:
-            raise ConfigError(_no_such_target(model, name, [*linear, *other]))
+            leaves = sorted({_leaf(n.removesuffix(".weight")) for n in [*linear, *other]})
+            raise ConfigError(
+                f"--lora-targets {name}: {type(model).__name__} has no such linear layer or weight"
+                f"{suggest(name, [ALL_LINEAR, *leaves])}"
+            )
         for weight in weights:
             _require_adaptable(model, weight, other[weight])
         chosen |= found
@@ -105,11 +109,3 @@ def _require_adaptable(model: PreTrainedModel, weight: str, parameter: nn.Parame
         )
     if parameter.dim() not in (2, 3):
         raise ConfigError(f"--lora-targets names {weight}, which is not a matrix, and peft adapts matrices: remove it")
-
-
-def _no_such_target(model: PreTrainedModel, name: str, known: Sequence[str]) -> str:
-    leaves = sorted({_leaf(n.removesuffix(".weight")) for n in known})
-    return (
-        f"--lora-targets {name}: {type(model).__name__} has no such linear layer or weight"
-        f"{suggest(name, [ALL_LINEAR, *leaves])}"
-    )

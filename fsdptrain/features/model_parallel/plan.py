@@ -47,7 +47,13 @@ def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) ->
     """Return the split plan of a model on meta or sharded. Raises ConfigError if it does not support these sizes."""
     if tensor_size == expert_size == 1:
         return SplitPlan({}, {}, {})
-    _require_plans()
+    try:
+        import transformers.distributed.expert_parallel  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--tensor-parallel-size and --expert-parallel-size need transformers 5.23 or newer: install it, or leave "
+            "them out"
+        ) from error
     experts = _expert_plan(model, expert_size) if expert_size > 1 else {}
     tensor = _tensor_plan(model, experts) if tensor_size > 1 else {}
     dims = {name: dim for name, p in model.named_parameters() if (dim := _dim(name, p, tensor)) is not None}
@@ -59,23 +65,15 @@ def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) ->
     return plan
 
 
-def _require_plans() -> None:
-    try:
-        import transformers.distributed.expert_parallel  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "--tensor-parallel-size and --expert-parallel-size need transformers 5.23 or newer: install it, or leave "
-            "them out"
-        ) from error
-
-
 def is_tied(model: PreTrainedModel) -> bool:
     return lm_head(model).weight is cast(nn.Module, model.get_input_embeddings()).weight
 
 
 def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, str]:
     plan = cast(Any, model)._expand_parallel_plan(model.tp_plan)
-    plan = {name: style for name, style in plan.items() if not any(_is_in(name, other) for other in experts)}
+    plan = {
+        name: style for name, style in plan.items() if not any(f"{name}.".startswith(f"{other}.") for other in experts)
+    }
     plan |= dict.fromkeys(_forgotten_norms(model, plan), _SUMMED)
     if is_tied(model):
         names = {id(module): name for name, module in model.named_modules()}
@@ -113,10 +111,6 @@ def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
                 f"--expert-parallel-size {size} must divide the {count} experts of {name}: choose a divisor"
             )
     return plan
-
-
-def _is_in(name: str, other: str) -> bool:
-    return name == other or name.startswith(f"{other}.")
 
 
 def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | None:

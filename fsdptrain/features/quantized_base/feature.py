@@ -3,9 +3,9 @@
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,12 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import ChangeWeight, Feature
+from fsdptrain.features.quantized_base.linear import BLOCK, QuantizedLinear
+from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.structure import decoder_layers
-
-if TYPE_CHECKING:
-    from fsdptrain.features.quantized_base.linear import QuantizedLinear
-    from fsdptrain.fsdp.mesh import Meshes
 
 log = logging.getLogger(__name__)
 
-BLOCK = 64  # weights of a row that share a scale
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable of transformers
 
 
@@ -46,26 +43,16 @@ class QuantizedBaseFeature(Feature):
         """Find the layers by their stock names, before an adapter wraps them."""
         self._stock = quantizable_layers(model)
 
-    def transform_model(self, model: PreTrainedModel, meshes: "Meshes") -> None:
+    def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         from peft.tuners.lora.layer import ParamWrapper
-
-        from fsdptrain.features.quantized_base.linear import QuantizedLinear
 
         wrapped = {base for module in model.modules() if isinstance(module, ParamWrapper) for base in module.modules()}
         for name, linear in self._stock.items():
             if linear not in wrapped:  # its adapter is added to the weight itself
                 self._layers[name] = QuantizedLinear.convert(linear)
 
-    def without(self) -> AbstractContextManager[None]:
-        return self._in_stock_form()
-
-    def after_load(self, model: PreTrainedModel) -> None:
-        self._is_loaded = True
-        weights = sum(layer.in_features * layer.out_features for layer in self._layers.values())
-        log.info("frozen weights of %d linear layers in 4 bits: %s weights", len(self._layers), f"{weights:,}")
-
     @contextmanager
-    def _in_stock_form(self) -> Iterator[None]:
+    def without(self) -> Iterator[None]:
         before = os.environ.get(_NO_THREADS)
         if not self._is_loaded:  # threads of transformers would read weights faster than they are quantized
             os.environ[_NO_THREADS] = "1"
@@ -80,6 +67,11 @@ class QuantizedBaseFeature(Feature):
                 os.environ[_NO_THREADS] = before
             for layer in self._layers.values():
                 layer.swap()
+
+    def after_load(self, model: PreTrainedModel) -> None:
+        self._is_loaded = True
+        weights = sum(layer.in_features * layer.out_features for layer in self._layers.values())
+        log.info("frozen weights of %d linear layers in 4 bits: %s weights", len(self._layers), f"{weights:,}")
 
     def export_weight(self, name: str) -> ChangeWeight | None:
         layer = self._layers.get(name)
