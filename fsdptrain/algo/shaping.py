@@ -49,10 +49,6 @@ def overlong(sample: Sample, rule: ShapingRule) -> float:
     environment's tokens, as L_max does.
     """
     start = rule.max_response_len - rule.overlong_buffer
-    extent = len(sample.loss_mask) - _prompt_len(sample)
+    mask = sample.loss_mask
+    extent = len(mask) - (mask.index(True) if True in mask else len(mask))
     return -min(1.0, max(0, extent - start) / rule.overlong_buffer)
-
-
-def _prompt_len(sample: Sample) -> int:
-    """Return the number of tokens before the first generated one."""
-    return sample.loss_mask.index(True) if True in sample.loss_mask else len(sample.loss_mask)

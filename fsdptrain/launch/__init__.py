@@ -24,7 +24,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
 
     `argv` is the command line, which is passed to ranks started here.
     """
-    from fsdptrain.launch.process import configure_logging, run_alone
+    from fsdptrain.launch.process import configure_logging, train
 
     variables = read_rank_variables()
     configure_logging(rank=variables.rank if variables else 0)
@@ -46,4 +46,4 @@ def run(config: Config, argv: Sequence[str]) -> int:
         from fsdptrain.launch.local import start_ranks
 
         return start_ranks(argv, nproc=nproc)
-    return run_alone(config)
+    return train(config)

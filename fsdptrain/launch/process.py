@@ -11,14 +11,8 @@ from fsdptrain.quiet import silence_libraries
 from fsdptrain.stages import stage
 
 
-def run_alone(config: Config) -> int:
-    """Train in this process."""
-    configure_logging(rank=0)
-    return train(config)
-
-
 def train(config: Config) -> int:
-    """Train. Returns the exit code: 0, or 128 + the signal that ended the run early.
+    """Train in this process. Returns the exit code: 0, or 128 + the signal that ended the run early.
 
     Raises an error where user code exits or a pipe is closed: the exit code 0 means trained.
     """

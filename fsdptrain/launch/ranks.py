@@ -1,18 +1,21 @@
 """Training as one of several ranks, and error handling of ranks."""
 
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from types import TracebackType
 from typing import NoReturn
 
+import fsdptrain
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.distributed import is_lost_connection
-from fsdptrain.errors import RankError
+from fsdptrain.config.keys import all_keys
+from fsdptrain.distributed import gather, is_lost_connection
+from fsdptrain.errors import ConfigError, RankError
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.launch.process import configure_logging, train
-from fsdptrain.launch.same_options import require_same_options
 from fsdptrain.rank_variables import has_fsdptrain_launcher
 
 
@@ -25,6 +28,26 @@ def run_as_rank(config: Config, rank: int, work: Callable[[], None] | None = Non
         require_same_options(config)
         code = train(config) if work is None else work() or 0
     return 0 if has_fsdptrain_launcher() else code  # which would end ranks that still close; it knows of the signal
+
+
+def require_same_options(config: Config) -> None:
+    """Compare versions and options of all ranks. Collective. Raises ConfigError on all ranks if they differ."""
+    where = f"rank {os.environ['RANK']} ({socket.gethostname()})"
+    versions = {package: version(package) for package in ("torch", "transformers")}
+    ours = {"Python": sys.version.split()[0], "fsdptrain": fsdptrain.__version__, **versions}
+    ours |= {key.flag: str(key.value(config)) for key in all_keys().values() if key.flag != "--nproc-per-node"}
+    if text := difference(gather((where, ours))):
+        raise ConfigError(f"all ranks must have the same versions and options: {text}")
+
+
+def difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+    """Describe the first difference between the first rank and another one; "" if there are none."""
+    (first, ours), *others = ranks
+    for name, theirs in others:
+        for what in [*ours, *theirs]:
+            if ours.get(what) != theirs.get(what):
+                return f"{what} is {ours.get(what)} on {first} and {theirs.get(what)} on {name}"
+    return ""
 
 
 class _EndRankOnError:

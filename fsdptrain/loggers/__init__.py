@@ -44,14 +44,10 @@ def build_loggers(
     `resumed_step`, records of later steps are dropped. Raises ConfigError for an unknown logger, a missing package or
     an unwritable directory.
     """
-    if _rank() != 0:
+    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) != 0:
         return []
     info = RunInfo(
         output_dir, log.project, log.run_name or output_dir.resolve().name, total_steps, resumed_step, config
     )
     factories = [resolve(name, LOGGERS, flag="--log-to", plugins="loggers") for name in log.to]
     return [JsonlLogger(info), *(factory(info) for factory in factories)]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

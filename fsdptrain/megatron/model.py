@@ -127,7 +127,8 @@ def build_model(
     if model.pre_process and hf_config.pad_token_id is not None:
         _keep_padding(model, hf_config.pad_token_id)
     if model.post_process:
-        model.output_layer.forward = _gather_rows if transformer_config.sequence_parallel else _pass_on
+        hidden_alone: Any = _gather_rows if transformer_config.sequence_parallel else lambda input_, **_: (input_, None)
+        model.output_layer.forward = hidden_alone
     model.eval()
     model.decoder.training = transformer_config.recompute_granularity is not None  # otherwise it never recomputes
     return model
@@ -167,16 +168,7 @@ def padded_vocab(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
-def _pass_on(
-    input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Replace the head's forward: return the hidden states."""
-    return input_, None
-
-
-def _gather_rows(
-    input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _gather_rows(input_: Tensor, **_: Any) -> tuple[Tensor, None]:
     """Replace the head's forward under sequence parallelism: gather the rows of all ranks."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 

@@ -142,23 +142,16 @@ def finish(folder: Path, seconds: dict[str, float]) -> None:
 
 
 def show(folder: Path, summary: dict, accuracies: Sequence[float]) -> None:
-    print(
-        f"\nHeld-out accuracy, sampled: {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}, ", end=""
+    sampled, greedy = (
+        f"{summary[f'{name}_before']:.3f} -> {summary[f'{name}_after']:.3f}" for name in ("accuracy", "greedy")
     )
-    print(f"greedy: {summary['greedy_before']:.3f} -> {summary['greedy_after']:.3f}; ", end="")
-    print(f"{sum(summary['seconds'].values()):.0f} s")
-    print(
-        "  "
-        + "".join("▁▂▃▄▅▆▇█"[round(7 * value)] for value in accuracies)
-        + "  accuracy from 0 to 1, over the rollouts"
-    )
+    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * value)] for value in accuracies)
+    print(f"\nHeld-out accuracy, sampled: {sampled}, greedy: {greedy}; {sum(summary['seconds'].values()):.0f} s")
+    print(f"  {bars}  accuracy from 0 to 1, over the rollouts")
     show_answers(folder / "grpo" / "samples.jsonl")
-    for name, what in (
-        ("grpo/report.html", "curves and samples"),
-        ("summary.json", "these numbers"),
-        ("grpo/hf", "the model, for from_pretrained"),
-    ):
-        print(f"  {folder / name}  {what}")
+    print(f"  {folder / 'grpo/report.html'}  curves and samples")
+    print(f"  {folder / 'summary.json'}  these numbers")
+    print(f"  {folder / 'grpo/hf'}  the model, for from_pretrained")
 
 
 def show_answers(samples: Path) -> None:

@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdptrain.memory.estimate import count
-from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.tools.inspect.inspection import Inspection
 
 WIDEST = 100  # columns
@@ -18,7 +17,9 @@ def print_inspection(report: Inspection) -> None:
     console = narrow_console()
     line(console, report.model_class, f"{report.model_type}, {report.module}")
     section(console, "Parameters", facts([*_parameter_rows(report.parameters), ("head", report.head)]))
-    layers = [(x.path.removeprefix("model."), x.class_name, x.note, _size(x.count, x.numel)) for x in report.layers]
+    sizes = [f"{x.count} x {count(x.numel)}" if x.count > 1 else count(x.numel) for x in report.layers]
+    names = [(x.path.removeprefix("model."), x.class_name, x.note) for x in report.layers]
+    layers = [(*name, size) for name, size in zip(names, sizes, strict=True)]
     section(console, "Layers", table(("layers", "class", "kind"), ("parameters",), layers))
     section(console, "Computation", facts(_computation(report)))
 
@@ -64,32 +65,19 @@ def _parameter_rows(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     if counts["active"] < counts["total"]:
         yield "active", f"{count(counts['active'])} for one token, embedding and head included"
     yield "trainable", "all" if counts["trainable"] == counts["total"] else count(counts["trainable"])
-    yield "per rank", f"{count(counts['per_rank'])} over {_ranks(counts['num_shards'])}"
-
-
-def _size(number: int, numel: int) -> str:
-    return (f"{number} x " if number > 1 else "") + count(numel)
+    ranks = f"{counts['num_shards']} rank{'s' * (counts['num_shards'] > 1)}"
+    yield "per rank", f"{count(counts['per_rank'])} over {ranks}"
 
 
 def _computation(report: Inspection) -> Iterator[tuple[str, str]]:
     yield "on", f"{report.device_type}, on this machine"
     if report.refusal:
         yield "refused", report.refusal
-    if report.probe is not None:
-        yield "probe", _probe(report.probe)
+    if (probe := report.probe) is not None:
+        difference = f"logprobs {probe.max_difference:.1g} (at most {probe.tolerance:g})"
+        yield "probe", f"{probe.layout} against one by one: {difference}, on a small random copy"
     for kernel in report.kernels:
         if kernel.fell_back:
             yield f"! {kernel.part}", f"{kernel.used} instead of {kernel.wanted}: {kernel.reason}"
         else:
             yield kernel.part, kernel.used
-
-
-def _probe(probe: LayoutProbe) -> str:
-    return (
-        f"{probe.layout} against one by one: logprobs {probe.max_difference:.1g} (at most {probe.tolerance:g}), on a "
-        "small random copy"
-    )
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number > 1)}"

@@ -10,7 +10,7 @@ from fsdptrain import platform
 from fsdptrain.distributed import is_lost_connection
 from fsdptrain.errors import ConfigError, DataError, RankError
 from fsdptrain.launch.failures import failure_of, report_failure, root_cause
-from fsdptrain.launch.same_options import difference
+from fsdptrain.launch.ranks import difference
 from fsdptrain.rank_variables import ERROR_FILE
 
 BUG, LOST, USER = ZeroDivisionError("a bug"), RuntimeError("Connection closed by peer"), DataError("x is empty")
