@@ -290,8 +290,10 @@ class AgentSampler:
         try:
             generation.run_until(ended)
             for episode, result in zip(episodes, ended.result(), strict=True):
-                if isinstance(result, Exception):
-                    episode.fail(self._reason(result))
+                if isinstance(result, TimeoutError):
+                    episode.fail(f"the episode did not end within --environment-timeout {self.timeout:g} s")
+                elif isinstance(result, Exception):
+                    episode.fail(describe(result))
                 elif not episode.record.calls:
                     refused = episode.counts["refused_calls"]
                     episode.fail(f"the agent made no model call{f'; {refused} were refused' if refused else ''}")
@@ -318,11 +320,6 @@ class AgentSampler:
             episode.done = True
         finally:
             self.episodes.close(episode)
-
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return f"the episode did not end within --environment-timeout {self.timeout:g} s"
-        return describe(error)
 
     def _text(self, episode: AgentEpisode, sample: Sample) -> str:
         """Decode the first sequence after its prompt, and append the error if the episode failed."""

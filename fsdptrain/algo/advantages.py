@@ -33,8 +33,12 @@ def assign_advantages(samples: Sequence[Sample], rule: AdvantageRule) -> list[Sa
     """
     assigned = list(samples)
     for indices in groups_with_rewards(samples):
-        members = [samples[index] for index in indices]
-        for index, advantage in zip(indices, _of_group(members, rule), strict=True):
+        rewards = [_reward(samples[index]) for index in indices]
+        lengths = [sum(sum(s.loss_mask) for s in samples[index].sequences) for index in indices]
+        advantages = rule.estimate(rewards, lengths)
+        if rule.scale == "group":
+            advantages = divide_by_group_std(advantages, rewards)
+        for index, advantage in zip(indices, advantages, strict=True):
             assigned[index] = replace(samples[index], advantage=advantage)
     return assigned
 
@@ -72,12 +76,6 @@ def divide_by_group_std(advantages: Sequence[float], rewards: Sequence[float]) -
         return [0.0] * len(rewards)
     std = math.sqrt(math.fsum(x * x for x in centered(rewards, ())) / (len(rewards) - 1))
     return [advantage / (std + STD_EPSILON) for advantage in advantages]
-
-
-def _of_group(members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
-    rewards = [_reward(member) for member in members]
-    advantages = rule.estimate(rewards, [sum(sum(s.loss_mask) for s in member.sequences) for member in members])
-    return divide_by_group_std(advantages, rewards) if rule.scale == "group" else list(advantages)
 
 
 def centered(rewards: Sequence[float], _lengths: Sequence[int]) -> list[float]:

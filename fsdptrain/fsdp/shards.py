@@ -6,7 +6,7 @@ such as an optimizer step, a load or a swap. Call `model.structure.reshard` befo
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -26,19 +26,12 @@ def with_shard(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, buffer) for each buffer in the state dict, once."""
-    seen: set[Tensor] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and buffer not in seen:
-                seen.add(buffer)
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint of `model` by name: parameters (tied ones once) and persistent buffers."""
-    return dict(model.named_parameters()) | dict(persistent_buffers(model))
+    """Return all tensors of a checkpoint of `model` by name: parameters and persistent buffers, tied ones once."""
+    modules = model.named_modules()
+    dropped = {f"{prefix}.{name}".lstrip(".") for prefix, m in modules for name in m._non_persistent_buffers_set}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in dropped}
+    return dict(model.named_parameters()) | buffers
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:

@@ -32,7 +32,9 @@ def replay_refusal(model: PreTrainedModel) -> str:
     """Return why the routes of `model` (float32, on the CPU) cannot be replayed exactly, or ""."""
     choice = expert_choice(model.config)
     assert choice is not None, "the caller has asked"
-    tokens, replay = _tokens(model), RouterReplay(model, choice)
+    vocab_size, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, vocab_size, (_TOKENS, 1), generator=generator)
+    replay = RouterReplay(model, choice)
     plain, plain_gradients = _run(model, tokens)
     with replay.choosing():
         model(input_ids=tokens, use_cache=False)
@@ -75,8 +77,3 @@ def _run(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]  # a bias may be frozen
     gradients = torch.autograd.grad(logits.sin().sum(), parameters, allow_unused=True)
     return logits.detach(), [gradient for gradient in gradients if gradient is not None]
-
-
-def _tokens(model: PreTrainedModel) -> Tensor:
-    vocab_size = model.config.get_text_config().vocab_size
-    return torch.randint(1, vocab_size, (_TOKENS, 1), generator=torch.Generator().manual_seed(0))

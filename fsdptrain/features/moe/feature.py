@@ -18,7 +18,6 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, Rows
 from fsdptrain.features.moe.checks import check_replay
 from fsdptrain.features.moe.config import RouterConfig
-from fsdptrain.features.moe.load import count_choices, load_metrics, trained_tokens
 from fsdptrain.features.moe.replay import EngineRoutes, RouterReplay
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.structure import decoder_layers, expert_choice
@@ -96,3 +95,37 @@ class MoEFeature(Feature):
 def _routes_of(batch: PackedBatch) -> Tensor | None:
     """Return the experts to replay [T, layers, k], from the engine or from scoring."""
     return batch.extras.get(_ROUTES) if batch.routes is None else batch.routes
+
+
+# The load of experts in a step: of the tokens of sequences with a loss, prompts included, on all ranks
+
+
+def load_metrics(counts: Tensor) -> Metrics:
+    """Return moe/load_max (most loaded expert of any layer, 1: balanced) and moe/dead_experts (a fraction).
+
+    counts: [layers, experts] choices of the whole step. Layers without experts have none.
+    """
+    counts = counts[counts.sum(1) > 0].double()
+    if not len(counts):
+        return {}
+    load = counts * counts.shape[1] / counts.sum(1, keepdim=True)
+    return {"moe/load_max": load.max().item(), "moe/dead_experts": (load == 0).double().mean().item()}
+
+
+def count_choices(routes: Tensor, counted: Tensor, num_experts: int) -> Tensor:
+    """Count how often the counted tokens choose each expert: [layers, E] i64.
+
+    routes: [T, layers, k], with NO_ROUTE. counted: [T] bool.
+    """
+    layers = routes.shape[1]
+    experts = routes.long() + num_experts * torch.arange(layers, device=routes.device)[:, None]
+    chosen = (routes != NO_ROUTE) & counted[:, None, None]
+    counts = torch.zeros(layers * num_experts, dtype=torch.int64, device=routes.device)
+    counts.index_add_(0, experts.clamp(min=0).flatten(), chosen.flatten().long())
+    return counts.view(layers, num_experts)
+
+
+def trained_tokens(batch: PackedBatch) -> Tensor:
+    """Return [T] bool: tokens of sequences with a loss. Excludes filler packs and samples without a loss."""
+    masks = batch.loss_mask.split(batch.seqlens)
+    return torch.cat([mask.any().expand_as(mask) for mask in masks])

@@ -52,10 +52,13 @@ class ServerProcess:
         weights: folder to delete if the run is killed.
         devices: CUDA_VISIBLE_DEVICES; None: no GPU.
         """
-        port = _free_port()
+        with socket.create_server((HOST, 0)) as probe:
+            port = probe.getsockname()[1]
         self.url = f"http://{HOST}:{port}"
         self.log = log
-        self._imports = _import_folder()
+        self._imports = Path(tempfile.mkdtemp(prefix="fsdptrain-import-"))  # this package, and nothing else of ours
+        package = Path(fsdptrain.__file__).resolve().parent
+        (self._imports / "fsdptrain").symlink_to(package, target_is_directory=True)
         server = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port), *arguments]
         temporary = os.pathsep.join(str(folder) for folder in (weights, self._imports) if folder)
         guard = [sys.executable, str(supervisor.__file__), str(os.getpid()), temporary]
@@ -107,16 +110,3 @@ def command_line(options: Mapping[str, Any]) -> list[str]:
         else:
             flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
     return flags
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
-
-
-def _import_folder() -> Path:
-    """A private folder in which vLLM's environment finds this package and nothing else of the trainer's environment."""
-    folder = Path(tempfile.mkdtemp(prefix="fsdptrain-import-"))
-    (folder / "fsdptrain").symlink_to(Path(fsdptrain.__file__).resolve().parent, target_is_directory=True)
-    return folder

@@ -5,7 +5,7 @@ import torch
 
 from fsdptrain.algo.weights import Totals
 from fsdptrain.data.packing.pack import empty_pack, pack
-from fsdptrain.features.moe.load import count_choices, load_metrics, trained_tokens
+from fsdptrain.features.moe.feature import count_choices, load_metrics, trained_tokens
 from fsdptrain.types import NO_ROUTE, Sample
 
 TOTALS = Totals(num_tokens=10, num_sequences=3)
