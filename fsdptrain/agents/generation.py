@@ -51,13 +51,20 @@ class BatchedGeneration:
         return future
 
     def run_until(self, done: "Future[Any]") -> None:
-        done.add_done_callback(lambda _: self._notify())
+        def notify(_: object) -> None:
+            with self._changed:
+                self._changed.notify()
+
+        done.add_done_callback(notify)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or done.done())
                 if done.done():
                     return
-            self._wait_for_more()
+            count = 0
+            while count < len(self._waiting):
+                count = len(self._waiting)
+                time.sleep(GATHER_S)
             self._generate()
 
     def close(self) -> None:
@@ -66,16 +73,6 @@ class BatchedGeneration:
             waiting, self._waiting = self._waiting, deque()
         for *_, future in waiting:
             future.cancel()
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify()
-
-    def _wait_for_more(self) -> None:
-        count = 0
-        while count < len(self._waiting):
-            count = len(self._waiting)
-            time.sleep(GATHER_S)
 
     def _generate(self) -> None:
         """Generate for the waiting calls that have the parameters of the first."""

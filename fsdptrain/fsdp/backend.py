@@ -34,7 +34,6 @@ from fsdptrain.model.truncation import Truncation
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
 if TYPE_CHECKING:
-    from fsdptrain.fsdp.reference import ReferenceBank
     from fsdptrain.fsdp.stash import HostStash
     from fsdptrain.model.probes.kernels import Kernel
     from fsdptrain.protocols import ForwardRole, Loss, ModelRole, Naming
@@ -84,11 +83,19 @@ class FSDPBackend:
         with raise_on_all_ranks(ConfigError, "--optimizer"):
             build = find_optimizer(config.optim)
         self.features = load_features(config, self.checkpoint_path) if features is None else features
-        bank = self._load_bank()  # before the policy: only one model is on the device at a time
+        bank = None
+        if config.needs_reference and config.ref.load is not None:
+            from fsdptrain.fsdp.reference import load_bank
+
+            bank = load_bank(config, self.features, self._meshes)  # before the policy: one model is on the device
         self._model = load_model(
             config, self.checkpoint_path, self._meshes, features=self.features, before_load=before_load
         )
-        self._reference = self._choose_bank(bank)
+        self._reference = None
+        if config.needs_reference:
+            from fsdptrain.fsdp.reference import choose_bank
+
+            self._reference = choose_bank(self._model, config, self.features, bank)
         self.layout_probe = self._verify_model()
         fp16 = config.model.fp16
         with raise_on_all_ranks(ConfigError, "--optimizer"):
@@ -269,18 +276,3 @@ class FSDPBackend:
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
         check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
         return probe
-
-    def _load_bank(self) -> "ReferenceBank | None":
-        """Load the weights of --ref-load, if the run needs them."""
-        if not self._config.needs_reference or self._config.ref.load is None:
-            return None
-        from fsdptrain.fsdp.reference import load_bank
-
-        return load_bank(self._config, self.features, self._meshes)
-
-    def _choose_bank(self, loaded: "ReferenceBank | None") -> "ReferenceBank | None":
-        if not self._config.needs_reference:
-            return None
-        from fsdptrain.fsdp.reference import choose_bank
-
-        return choose_bank(self._model, self._config, self.features, loaded)

@@ -68,7 +68,8 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
         raise ConfigError(f"--recipe: the options of {given['checkpoint']} are in {model[1]}; remove it")
     data, rows = given.get("prompt_data"), list[str]()
     if data is not None and model[0] == RECIPE.flag and data.startswith("reasoning_gym:"):
-        rows = _default_columns()
+        columns = (config_options()[key] for key in ("input_key", "label_key"))  # of the run: these data have others
+        rows = [word for option in columns for word in (option.flag, str(option.default))]
     if data is not None and "eval_prompt_data" not in given and data != "environment":
         rows += ["--eval-prompt-data", data]
         if "eval_size" not in given and not data.startswith("reasoning_gym:"):
@@ -78,12 +79,6 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     if _generates(given, model):
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
-
-
-def _default_columns() -> list[str]:
-    """Return flags that reset the columns of the run's data, which generated data do not have."""
-    keys = ("input_key", "label_key")
-    return [word for key in keys for word in (config_options()[key].flag, str(config_options()[key].default))]
 
 
 def _unused(folder: str) -> str:

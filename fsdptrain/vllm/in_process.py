@@ -90,7 +90,6 @@ class VLLMEngine:
 
             self._ranks = get_tp_group().cpu_group
         self._limit = limit
-        self._num_steps = 0  # of the current `_run`
         self._step: Callable[[], list[Any]] = self._llm.llm_engine.step
         self._requests = Requests()
         self._prioritizes = options.get("scheduling_policy") == "priority"  # `generate` precedes requests in flight
@@ -175,27 +174,21 @@ class VLLMEngine:
 
     def _run(self, until: Callable[[], bool]) -> None:
         """Step vLLM until the condition holds."""
-        engine, self._num_steps = self._llm.llm_engine, 0
+        engine, ranks, num_steps = self._llm.llm_engine, self._ranks, 0
         while not until():
             self._requests.start_new(self._llm)
             if not engine.has_unfinished_requests():
                 self._requests.wait()
                 continue
-            try:
-                self._check_limit()
-            except RolloutError as error:
-                self._requests.fail(engine, error)
-                raise
+            num_steps += 1
+            if ranks is None or num_steps % _STEPS_PER_CHECK == 0:  # those that share an engine stop together
+                is_over = self._limit.is_over
+                if is_over if ranks is None else any_rank(is_over, ranks):
+                    error = self._limit.error(_GENERATE)
+                    self._requests.fail(engine, error)
+                    raise error
             for output in self._step():
                 self._requests.finish(output)
-
-    def _check_limit(self) -> None:
-        """Ranks that share an engine stop at the same step."""
-        ranks, self._num_steps = self._ranks, self._num_steps + 1
-        if ranks is None or self._num_steps % _STEPS_PER_CHECK == 0:
-            is_over = self._limit.is_over
-            if is_over if ranks is None else any_rank(is_over, ranks):
-                raise self._limit.error(_GENERATE)
 
     def _require_weights(self) -> None:
         if not self._has_weights:

@@ -77,7 +77,12 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     (config, _), device_type = resolve_dtype(config), platform.device_type()
     model, _ = meta_model(config)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
-    probe, refusal = _probe(config, model)
+    probe, refusal = None, ""
+    try:
+        with quiet_transformers():
+            probe = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
+    except NumericsError as error:
+        refusal = str(error)
     liger = list(_liger(config, model))
     split_plan_of(model, config)
     return Inspection(
@@ -120,15 +125,6 @@ def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:
         check_packages(config, [LoraConfig.NAME])
         add_adapters(model, lora)
     return model, path
-
-
-def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, str]:
-    try:
-        with quiet_transformers():
-            found = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
-    except NumericsError as error:
-        return None, str(error)
-    return found, ""
 
 
 def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:

@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,10 +46,14 @@ class RunData:
             self._shown.clear()
             self._generation += 1
         for row in metrics:
-            self._add(row)
+            for name in (name for name, value in row.items() if name != "step" and is_number(value)):
+                steps, values = self.curves.setdefault(name, (array("d"), array("d")))
+                steps.append(row["step"])
+                values.append(row[name])
         for sample in samples:
             self._num_samples += 1
-            self._shown.append({"id": self._num_samples, **_shortened(sample)})
+            shown = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in sample.items()}
+            self._shown.append({"id": self._num_samples, **shown})
         is_new = self._read_config()
         if is_new or curves_void or samples_void or metrics or samples:
             self._version += 1
@@ -74,13 +78,6 @@ class RunData:
             "samples": [sample for sample in self._shown if sample["id"] > first],
             "keeps_samples": has_samples,
         }
-
-    def _add(self, row: Mapping[str, Any]) -> None:
-        for name, value in row.items():
-            if name != "step" and is_number(value):
-                steps, values = self.curves.setdefault(name, (array("d"), array("d")))
-                steps.append(row["step"])
-                values.append(value)
 
     def _progress(self) -> dict[str, float | None]:
         """Return the last step, when it was logged, and the mean seconds of the last steps."""
@@ -132,7 +129,3 @@ def thinned(steps: Sequence[float], values: Sequence[float], most: int = MOST_PO
 def _short(value: float) -> float:
     """Keep six significant digits, or the millisecond of a time."""
     return int(value) if value.is_integer() else round(value, 3) if abs(value) > 1e6 else float(f"{value:.6g}")
-
-
-def _shortened(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in sample.items()}
