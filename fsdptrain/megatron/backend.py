@@ -80,7 +80,11 @@ class MegatronBackend:
         self.weights = WeightMap(self._model, self._stock)
         copy = small_models(self.hf_config, split, options, device=self.device)
         difference, tolerance = check_parity(*copy, split, options)
-        self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
+        reason = "megatron-core packs with Transformer Engine alone, which is not here"
+        if has_transformer_engine():
+            reason = "Transformer Engine packs in half precision alone"
+        reason = "" if self._layout == "packed" else reason
+        self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, reason)
         self._wrapped = wrap(self._model)
         self._masters = masters = Masters(self._wrapped)
         self._reference = self._load()
@@ -204,11 +208,3 @@ class MegatronBackend:
     @property
     def _identity(self) -> dict[str, Any]:
         return identity(self._stock, self.weights)
-
-    @property
-    def _why_padded(self) -> str:
-        if self._layout == "packed":
-            return ""
-        if has_transformer_engine():
-            return "Transformer Engine packs in half precision alone"
-        return "megatron-core packs with Transformer Engine alone, which is not here"

@@ -1,7 +1,6 @@
 """Describe the built model: parallel sizes, modules and kernels. `weights` and `parity` check it."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -33,7 +32,11 @@ def report_lines(model: "GPTModel", *, layout: str) -> list[str]:
 
 def kernels_of(model: "GPTModel", stock: PreTrainedModel) -> list[Kernel]:
     """Describe the kernels. `stock`: the transformers model, whose layers determine the kernels of its mixers."""
-    found, engine = list(_mixers(model, stock)), has_transformer_engine()
+    found, engine = list[Kernel](), has_transformer_engine()
+    mixers = dict.fromkeys(type(module).__name__ for module in model.modules() if "hub_name" in vars(module))
+    if mixers:
+        found.append(Kernel("mixers", f"of transformers, whole on each process: {', '.join(mixers)}"))
+        found += recurrent_kernels(stock, platform.device_type())
     if not engine and platform.has_accelerator():
         parts = "MLP and experts" if found else "attention, norms and experts"
         found.append(Kernel(parts, "plain torch", "Transformer Engine", "it does not import here"))
@@ -42,12 +45,3 @@ def kernels_of(model: "GPTModel", stock: PreTrainedModel) -> list[Kernel]:
     if model.config.num_moe_experts:
         found.append(Kernel("experts", f"megatron-core, {model.config.moe_token_dispatcher_type}"))
     return found
-
-
-def _mixers(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Kernel]:
-    """Describe the transformers mixers in the layers, and the fallbacks of their kernels."""
-    modules = [module for module in model.modules() if "hub_name" in vars(module)]
-    if modules:
-        names = ", ".join(dict.fromkeys(type(module).__name__ for module in modules))
-        yield Kernel("mixers", f"of transformers, whole on each process: {names}")
-        yield from recurrent_kernels(stock, platform.device_type())

@@ -3,9 +3,8 @@
 import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE, list_checkpoints
 from fsdptrain.cli import is_rank_0, train
@@ -76,7 +75,9 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
             rows += ["--eval-size", str(ALL)]
     output = Path(given.get("output_dir") or _unused(f"runs/{name}-eval"))
     flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1"]
-    if _generates(given, model):
+    recipe = model[1] if model[0] == RECIPE.flag else given.get("recipe")
+    values = {**(flatten(read_recipe(recipe)) if recipe else {}), **given}
+    if values.get("algorithm") != "sft":  # a supervised run computes a loss, and generates nothing
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
 
@@ -109,13 +110,6 @@ def _model(given: str) -> tuple[list[str], str]:
         return ["--hf-checkpoint", given, "--resume", "never"], name
     run = path.resolve().parent.parent
     return ["--recipe", str(run / CONFIG_FILE), "--resume", str(path)], f"{run.name}-{path.name}"
-
-
-def _generates(given: Mapping[str, Any], model: Sequence[str]) -> bool:
-    """Return whether the evaluation generates responses. That of a supervised run computes a loss."""
-    recipe = model[1] if model[0] == "--recipe" else given.get("recipe")
-    values = {**(flatten(read_recipe(recipe)) if recipe else {}), **given}
-    return values.get("algorithm") != "sft"
 
 
 def table(folder: Path) -> str:

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import io
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,10 +43,11 @@ def engine_options(config: Config, checkpoint: Path, *, on_gpu: bool) -> dict[st
             f"--rollout-engine-args speculative_config: method {draft.get('method')!r} drafts with weights that no "
             f"weight sync updates: use {' or '.join(_DRAFTS)}"
         )
-    options: dict[str, Any] = {
-        "dtype": config.compute_dtype_name,
-        "max_model_len": min(config.prompt_budget + config.rollout.max_response_len, _positions(config, checkpoint)),
-    }
+    longest = config.prompt_budget + config.rollout.max_response_len
+    text = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).get_text_config(decoder=True)
+    if "factor" not in (getattr(text, "rope_parameters", None) or {}):  # vLLM does not start beyond these positions
+        longest = min(longest, getattr(text, "max_position_embeddings", None) or longest)
+    options: dict[str, Any] = {"dtype": config.compute_dtype_name, "max_model_len": longest}
     if not on_gpu:
         options["enforce_eager"] = True
         # vLLM 0.32 dies of a seeded request whose prompt is read in chunks: "CPU Generator does not use offset"
@@ -55,13 +55,6 @@ def engine_options(config: Config, checkpoint: Path, *, on_gpu: bool) -> dict[st
     if vllm.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((vllm.kv_cache_gib or 1.0) * platform.GIB)
     return options
-
-
-def _positions(config: Config, checkpoint: Path) -> float:
-    """Return how many positions the model has, beyond which vLLM does not start; inf if they can be scaled."""
-    text = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).get_text_config(decoder=True)
-    scaled = "factor" in (getattr(text, "rope_parameters", None) or {})
-    return math.inf if scaled else getattr(text, "max_position_embeddings", None) or math.inf
 
 
 def memory_utilization(free: int, total: int) -> float:

@@ -43,12 +43,9 @@ class _Slot:
 
     name: str  # module name of the position
     parent: nn.Module
+    child: str  # its name in `parent`
     layer: nn.Module
     stock: nn.Module
-
-    @property
-    def child(self) -> str:
-        return self.name.rpartition(".")[2]
 
 
 class Adapters:
@@ -61,7 +58,7 @@ class Adapters:
         self._model = model
         self.peft_config = peft_config
         self._slots = [
-            _Slot(f"{name}.{child}".lstrip("."), parent, cast(nn.Module, layer), layer.get_base_layer())
+            _Slot(f"{name}.{child}".lstrip("."), parent, child, cast(nn.Module, layer), layer.get_base_layer())
             for name, parent in model.named_modules()
             if not isinstance(parent, LoraLayer)
             for child, layer in parent.named_children()

@@ -123,7 +123,7 @@ def run_command(flags: list[str], heading: str = "", environment: Mapping[str, s
 
 
 def finish(folder: Path, seconds: dict[str, float]) -> None:
-    """Write summary.json and the report of the GRPO run, and print their paths."""
+    """Write summary.json and the report of the GRPO run, and print the result and their paths."""
     from fsdptrain.tools.watch.run_data import RunData
 
     run = RunData(folder / "grpo", "grpo")
@@ -138,15 +138,9 @@ def finish(folder: Path, seconds: dict[str, float]) -> None:
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     run_command(["report", str(folder / "grpo")])
-    show(folder, summary, sampled)
-
-
-def show(folder: Path, summary: dict, accuracies: Sequence[float]) -> None:
-    sampled, greedy = (
-        f"{summary[f'{name}_before']:.3f} -> {summary[f'{name}_after']:.3f}" for name in ("accuracy", "greedy")
-    )
-    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * value)] for value in accuracies)
-    print(f"\nHeld-out accuracy, sampled: {sampled}, greedy: {greedy}; {sum(summary['seconds'].values()):.0f} s")
+    of_sampled, of_greedy = (f"{values[0]:.3f} -> {values[-1]:.3f}" for values in (sampled, greedy))
+    print(f"\nHeld-out accuracy, sampled: {of_sampled}, greedy: {of_greedy}; {sum(seconds.values()):.0f} s")
+    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * value)] for value in sampled)
     print(f"  {bars}  accuracy from 0 to 1, over the rollouts")
     show_answers(folder / "grpo" / "samples.jsonl")
     print(f"  {folder / 'grpo/report.html'}  curves and samples")
