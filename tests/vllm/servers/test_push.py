@@ -14,7 +14,7 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
 from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
-from fsdptrain.vllm.server.push import load_files
+from fsdptrain.vllm.server.push import push
 from tests.event_loop import run_in_loop
 from tests.matrix import only
 from tests.testing import spawn
@@ -71,9 +71,8 @@ def test_an_update_that_failed_half_way_is_in_nobodys_way(models, urls, fresh, a
     )
     try:
         failed.update_weights(weights_of(model.first).items(), 4)
-        run_in_loop(client.post("/pause?mode=abort", timeout=60.0))
         with pytest.raises(RolloutError, match="parameters got no weights"):
-            run_in_loop(load_files(client, [part], Deadline(60.0)))
+            run_in_loop(push(client, [part], "another/5", Deadline(60.0)))
         resumed.update_weights(other.items(), 4)
         said = resumed.generate(contract.PROMPTS, cases.GREEDY)
     finally:
