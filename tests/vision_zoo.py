@@ -128,9 +128,11 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     return found
 
 
-def save(folder: Path, name: str, *, seed: int = 0) -> Path:
-    """Write model, tokenizer and processor as a hub folder, in float32."""
-    build(name, seed).save_pretrained(folder, max_shard_size="200KB")
+def save(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write model, tokenizer and processor as a hub folder. The config names `dtype` in its parts too."""
+    model: Any = build(name, seed).to(dtype)
+    model.config.text_config.dtype = model.config.vision_config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size="200KB")
     words = tokenizer(name)
     if name == "gemma3":
         tokens = {"boi_token": SPECIAL[0], "eoi_token": SPECIAL[1], "image_token": SPECIAL[2]}
