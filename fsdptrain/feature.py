@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.types import Metrics, PackedBatch, Sample
+from fsdptrain.types import Metrics, PackedBatch
 
 if TYPE_CHECKING:
     from fsdptrain.data.images import PromptProcessor
@@ -131,10 +131,6 @@ class Feature:
     ) -> "PackPlan | None":
         """Another plan of packs than the core's, or None. prompts: (key, length) of the prompt of each sample."""
         return None
-
-    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
-        """A pack of `samples`, on the CPU, before it is pinned."""
-        return batch
 
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> Rows | None:
         """Another arrangement of the pack than the core's. attention: the implementation that the model has."""

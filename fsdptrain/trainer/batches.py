@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import torch.distributed as dist
@@ -153,7 +152,7 @@ def _make_step(
             totals=totals,
             max_response_len=rules.max_response_len,
             pin_memory=platform.has_accelerator(),
-            finish=partial(_finish_pack, samples=group, plan=plan, features=rules.features),
+            finish=plan.finish,
             images=images,
         )
         for group in groups
@@ -161,10 +160,6 @@ def _make_step(
     num_tokens = sum(index.lengths[i] for i in chosen)
     num_skipped = num_tokens - sum(lengths)
     return StepBatches(packs, plan.fill, plan.imbalance, plan.shared, num_tokens, num_skipped)
-
-
-def _finish_pack(batch: PackedBatch, samples: Sequence[Sample], plan: PackPlan, features: Features) -> PackedBatch:
-    return features.chained(lambda feature, pack: feature.finish_pack(pack, samples, plan), batch)
 
 
 def _exchange(samples: Sequence[Sample], destinations: Sequence[Sequence[int]], index: SampleIndex) -> list[Sample]:

@@ -37,6 +37,7 @@ class PackPlan:
     imbalance: float  # share of time ranks wait for the slowest, if time is cost and ranks synchronize after each pack
     cost: float  # cost of the slowest rank, summed over rounds, in units of a token's linear cost
     shared: float = 0.0  # share of tokens computed only once together with another sample, in [0, 1)
+    finish: Callable[[PackedBatch, Sequence[Sample]], PackedBatch] | None = None  # changes a pack before it is pinned
 
 
 def plan_packs(
@@ -137,7 +138,7 @@ def pack(
     totals: Totals,
     max_response_len: int,
     pin_memory: bool = False,
-    finish: Callable[[PackedBatch], PackedBatch] | None = None,
+    finish: Callable[[PackedBatch, Sequence[Sample]], PackedBatch] | None = None,
     images: Mapping[str, Images] = NO_IMAGES,
 ) -> PackedBatch:
     """Pack whole samples into one row on the CPU.
@@ -148,7 +149,7 @@ def pack(
     Args:
         totals: denominators of the whole optimizer step over all ranks.
         pin_memory: let `PackedBatch.to` copy without blocking.
-        finish: changes the pack on the CPU before it is pinned.
+        finish: `PackPlan.finish`.
         images: images of prompts, by group id.
     """
     if not samples:
@@ -190,7 +191,7 @@ def pack(
         routes=_routes(samples),
         images=_images(samples, images),
     )
-    batch = batch if finish is None else finish(batch)
+    batch = batch if finish is None else finish(batch, samples)
     return batch.pin_memory() if pin_memory else batch
 
 

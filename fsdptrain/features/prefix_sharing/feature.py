@@ -33,10 +33,8 @@ class PrefixSharingFeature(Feature):
     def plan_packs(
         self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
     ) -> PackPlan:
-        return plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
-
-    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: PackPlan) -> PackedBatch:
-        return replace(batch, shared=share_prefixes(samples)) if plan.shared > 0 else batch
+        plan = plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
+        return replace(plan, finish=_share) if plan.shared > 0 else plan
 
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> SharedPrefixRows | None:
         if batch.shared is None:
@@ -44,3 +42,7 @@ class PrefixSharingFeature(Feature):
         if layout != "packed" or attention not in PACKAGE_ATTENTION:
             raise NumericsError(f"shared prefixes need packs and the attention of fsdptrain, not {layout}, {attention}")
         return SharedPrefixRows(batch)
+
+
+def _share(batch: PackedBatch, samples: Sequence[Sample]) -> PackedBatch:
+    return replace(batch, shared=share_prefixes(samples))
