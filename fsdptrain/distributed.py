@@ -5,8 +5,7 @@ fail (reading a file, parsing a row) inside `raise_on_all_ranks`: every rank the
 error, it costs one all-reduce of one number.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -54,29 +53,6 @@ def any_rank(condition: bool, ranks: dist.ProcessGroup | None = None) -> bool:
     flag = torch.tensor(int(condition))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=ranks)
     return bool(flag.item())
-
-
-def run_long(work: Callable[[], object] | None) -> None:
-    """Run `work` of some ranks, None on the others, while all talk: it may take longer than --dist-timeout. Collective.
-
-    Raises, on the ranks whose `work` raised, what it raised.
-    """
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            if work is not None:
-                work()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-        done.set()
-
-    threading.Thread(target=run, daemon=True, name="long work").start()
-    while any_rank(not done.wait(1.0)):
-        pass
-    if errors:
-        raise errors[0]
 
 
 def is_lost_connection(error: BaseException) -> bool:

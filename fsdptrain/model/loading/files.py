@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from fsdptrain.distributed import gather, raise_on_all_ranks, run_long
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.formats import with_config
 
@@ -31,7 +31,7 @@ def resolve_checkpoint(name: str, *, weights: bool = True) -> Path:
     if any(here) or Path(name).is_absolute():
         with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
             return _checked(Path(name), weights=weights)
-    from fsdptrain.model.loading.hub import HUB_FILES, WEIGHT_FILES, download
+    from fsdptrain.model.loading.hub import HUB_FILES, WEIGHT_FILES, download, run_long
 
     patterns = [*HUB_FILES, *WEIGHT_FILES] if weights else HUB_FILES
     downloads = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,10 +1,12 @@
 """Download checkpoints from the Hub."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from fsdptrain.distributed import one_line
+from fsdptrain.distributed import any_rank, one_line
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.formats import with_config
 
@@ -35,3 +37,26 @@ def download(name: str, patterns: list[str], *, local_files_only: bool = False) 
             f"--hf-checkpoint {name} is not a local folder, and cannot be downloaded from the hub: {one_line(error)}"
         ) from error
     return Path(found)
+
+
+def run_long(work: Callable[[], object] | None) -> None:
+    """Run `work` of some ranks, None on the others, while all talk: it may take longer than --dist-timeout. Collective.
+
+    Raises, on the ranks whose `work` raised, what it raised.
+    """
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            if work is not None:
+                work()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+        done.set()
+
+    threading.Thread(target=run, daemon=True, name="long work").start()
+    while any_rank(not done.wait(1.0)):
+        pass
+    if errors:
+        raise errors[0]
