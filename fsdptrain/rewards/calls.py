@@ -58,9 +58,9 @@ class RewardCalls:
     def is_batched(self) -> bool:
         return "responses" in self.parameters or "completions" in self.parameters
 
-    def jobs(self, indices: Sequence[int]) -> list[list[int]]:
-        """Split samples into calls: one each, or all in one."""
-        return [[*indices]] * bool(indices) if self.is_batched else [[index] for index in indices]
+    def jobs(self, calls: Sequence[Call]) -> list[list[Call]]:
+        """Split samples into calls of the function: one each, or all in one."""
+        return [[*calls]] * bool(calls) if self.is_batched else [[call] for call in calls]
 
     def arguments(self, calls: Sequence[Call]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return positional and keyword arguments of the call that scores `calls`."""

@@ -5,7 +5,6 @@ import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from functools import partial
 
 from fsdptrain import platform
 from fsdptrain.errors import RolloutError
@@ -56,8 +55,7 @@ class EventLoop:
         self._loop.close()
 
     async def _score_all(self, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
-        jobs = [[calls[index] for index in job] for job in self.reward.jobs(range(len(calls)))]
-        scored = await asyncio.gather(*map(partial(self._score, lost=lost), jobs))
+        scored = await asyncio.gather(*(self._score(job, lost) for job in self.reward.jobs(calls)))
         return [outcome for outcomes in scored for outcome in outcomes]
 
     async def _score(self, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:

@@ -103,22 +103,18 @@ class ProcessPool:
 
     def run(self, calls: Sequence[Call], lost: LostTime) -> list[Outcome]:
         """Score the samples, in order. Raises RolloutError if too much time is lost, or after `close`."""
-        outcomes: list[Outcome] = [""] * len(calls)
-        jobs: dict[Future[list[Outcome]], list[int]] = {}
+        jobs: dict[Future[list[Outcome]], list[Call]] = {}
         try:
-            for job in self.reward.jobs(range(len(calls))):
-                jobs[self._submit([calls[index] for index in job])] = job
+            for job in self.reward.jobs(calls):
+                jobs[self._submit(job)] = job
             for future in as_completed(jobs):
-                job, scored = jobs[future], future.result()
-                for index, outcome in zip(job, scored, strict=True):
-                    outcomes[index] = outcome
-                lost.add(self.reward, scored[0], calls[job[0]], num_calls=self._num_workers)
+                lost.add(self.reward, future.result()[0], jobs[future][0], num_calls=self._num_workers)
         except CancelledError:
             raise self._ended() from None
         finally:
             for future in jobs:
                 future.cancel()
-        return outcomes
+        return [outcome for future in jobs for outcome in future.result()]
 
     def close(self) -> None:
         """Kill the processes. Calls that wait raise RolloutError."""
