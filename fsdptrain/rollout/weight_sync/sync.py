@@ -37,8 +37,9 @@ class WeightSync:
         """
         with span("sync"):
             self.engine.wake_up()
-            self._push(version)
-            self._pushed = version
+            self._pushed, self._nbytes = version, 0
+            weights = self._counted(self._backend.hf_weights(self.engine.weight_naming))
+            self.engine.update_weights(self._verifier.record(weights) if self._verifier else weights, version)
             if self._verifier:
                 self._verifier.verify(version)
 
@@ -49,15 +50,7 @@ class WeightSync:
 
     def metrics(self, version: int) -> Metrics:
         """Metrics of the sync of `version` on this rank; empty if `version` was not pushed."""
-        if self._pushed != version:
-            return {}
-        return {"weight_sync/bytes": float(self._nbytes)} if self._nbytes else {}
-
-    def _push(self, version: int) -> None:
-        engine, backend, verifier = self.engine, self._backend, self._verifier
-        self._nbytes = 0
-        weights = self._counted(backend.hf_weights(engine.weight_naming))
-        engine.update_weights(verifier.record(weights) if verifier else weights, version)
+        return {"weight_sync/bytes": float(self._nbytes)} if self._pushed == version and self._nbytes else {}
 
     def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
