@@ -4,6 +4,7 @@ Names load on first use, so that `import fsdptrain` and `fsdptrain --help` do no
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,12 +24,18 @@ _HOME = {
     "Trainer": "fsdptrain.trainer",
     "load_recipe": "fsdptrain.config.recipe",
 }
+# transformers imports torchao, and peft bitsandbytes, wherever they are installed; each warns of kernels that it lacks
+_NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
+
+
+def silence_libraries() -> None:
+    """Silence warnings of other libraries that no user can act on."""
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        from fsdptrain.quiet import silence_libraries
-
         silence_libraries()  # before torch and transformers are imported
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'fsdptrain' has no attribute {name!r}")

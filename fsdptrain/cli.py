@@ -10,14 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdptrain import errors
+from fsdptrain import errors, silence_libraries
 from fsdptrain.config.flags import asks_for_help, resolve
 from fsdptrain.errors import ConfigError, FsdptrainError
-from fsdptrain.quiet import silence_libraries
 from fsdptrain.rank_variables import read_rank_variables
 from fsdptrain.registry import suggest
-
-_BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # suppress C++ stack traces; errors are reported in one line
 
 COMMANDS = {  # the lines of --help
     "train": "Train; `train` may be left out.",
@@ -34,8 +31,7 @@ COMMANDS = {  # the lines of --help
 
 def main() -> None:
     """Run the console script. Exits with 0, with 2 after an error that the user can fix, with 130 after Ctrl-C."""
-    for name, value in _BEFORE_TORCH.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces: errors are reported in one line
     sys.exit(run(sys.argv[1:]))
 
 

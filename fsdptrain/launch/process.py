@@ -5,9 +5,9 @@ import os
 import sys
 import warnings
 
+from fsdptrain import silence_libraries
 from fsdptrain.config import Config
 from fsdptrain.errors import FsdptrainError, describe
-from fsdptrain.quiet import silence_libraries
 from fsdptrain.stages import stage
 
 
