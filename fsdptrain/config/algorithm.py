@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, MISMATCH_BOUNDS, is_custom
-from fsdptrain.config.rules import RL_ONLY, Fact, IdleWith, Problem, Requires
+from fsdptrain.config.rules import NEEDS_KL, RL_ONLY, Fact, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 from fsdptrain.registry import unknown_name
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-_NEEDS_KL = Requires("kl_loss_coef", fix="set it above 0, e.g. to 0.001")
 _CORRECTS = Requires("mismatch_correction", fix="set it, e.g. tis")
 _REJECTS = Requires("mismatch_rejection", fix="set it, e.g. seq_mean_k3")
 
@@ -63,9 +62,9 @@ class AlgorithmConfig(Section):
     """Weighting of tokens over the whole optimizer step and all ranks."""
     kl_loss_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the KL divergence to the reference model in the loss. 0: no reference model."""
-    kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, _NEEDS_KL] = "k3"
+    kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, NEEDS_KL] = "k3"
     """Estimator of the KL divergence. `low_var_kl`: clamped k3."""
-    use_unbiased_kl: Annotated[bool, RL_ONLY, _NEEDS_KL] = False
+    use_unbiased_kl: Annotated[bool, RL_ONLY, NEEDS_KL] = False
     """Multiply the KL by the policy ratio, with its gradient: unbiased off-policy, also in the gradient."""
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""

@@ -4,7 +4,9 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -14,9 +16,10 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory.estimate import Machine, count, estimate
-from fsdptrain.memory.free import device_memory, host_memory
 
 log = logging.getLogger(__name__)
+
+_CGROUP = Path("/sys/fs/cgroup")  # that of this container
 
 
 class MemoryReport:
@@ -67,3 +70,26 @@ class MemoryReport:
             yield
         except torch.OutOfMemoryError as error:
             raise MemoryPlanError(f"out of memory: {str(error).strip().splitlines()[0]} {self._advice()}") from error
+
+
+def device_memory() -> tuple[int, int]:
+    """Return free and total memory of this process's device, or of the host on a CPU. [bytes]"""
+    if not platform.has_accelerator():
+        return host_memory()
+    return torch.accelerator.get_memory_info(platform.local_device())
+
+
+def host_memory() -> tuple[int, int]:
+    """Return available and total memory of the host, or of the container if it has a limit. [bytes]"""
+    memory = psutil.virtual_memory()
+    used, limit = (_number(_CGROUP / name) for name in ("memory.current", "memory.max"))
+    if used is None or limit is None or limit > memory.total:
+        return memory.available, memory.total
+    return min(memory.available, max(0, limit - used)), limit
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no cgroup of version 2, or no limit: `max`
+        return None

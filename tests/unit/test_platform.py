@@ -10,8 +10,8 @@ import torch.distributed as dist
 from fsdptrain import platform
 from fsdptrain.cores import usable_cores
 from fsdptrain.errors import ConfigError
-from fsdptrain.memory import free
-from fsdptrain.memory.free import host_memory
+from fsdptrain.memory import report
+from fsdptrain.memory.report import host_memory
 from fsdptrain.platform import _check_device
 from fsdptrain.random_state import device_rng_state, set_device_rng_state
 from fsdptrain.rank_variables import read_rank_variables
@@ -24,7 +24,7 @@ def test_host_memory_of_this_machine() -> None:
 
 
 def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free, "_CGROUP", tmp_path)
+    monkeypatch.setattr(report, "_CGROUP", tmp_path)
     for name, value in (("memory.current", "1000"), ("memory.max", "1500")):
         (tmp_path / name).write_text(value)
     assert host_memory() == (500, 1500)
