@@ -237,7 +237,6 @@ class AgentSampler:
     episodes: OpenEpisodes
     endpoint: Endpoint
     reward: ParallelReward
-    reads_environment: bool  # whether --reward uses the reward of the agent
     threads: StepThreads
     timeout: float  # of an episode [s]
     tokenizer: PreTrainedTokenizerBase
@@ -259,7 +258,7 @@ class AgentSampler:
             with watch("generate"):
                 self._run(episodes, generation, in_flight=in_flight)
             with watch("reward"):
-                results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
+                results = compute_episode_rewards(self.reward, episodes)
             samples = [_sample(*row) for row in zip(episodes, results.results, strict=True)]
             for episode, sample in zip(episodes, samples, strict=True):
                 episode.counts["new_sequences"] = len(sample.others)
@@ -343,7 +342,6 @@ def build_agent_sampler(
     engine: RolloutEngine,
     reward: ParallelReward,
     agent: Agent,
-    reads_environment: bool,
 ) -> AgentSampler:
     """Start the endpoint of a run with an agent. Raises ConfigError for options that agents do not support."""
     _check(config, engine)
@@ -366,7 +364,6 @@ def build_agent_sampler(
         episodes=episodes,
         endpoint=Endpoint(episodes),
         reward=reward,
-        reads_environment=reads_environment,
         threads=StepThreads(num_threads=config.environment.environment_workers, timeout=timeout + GRACE_S),
         timeout=timeout,
         time_limit=config.launch.dist_timeout / 2,

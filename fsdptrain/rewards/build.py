@@ -75,6 +75,12 @@ class WeightedSum:
         """Return the reward of one function. It is reported under no name."""
         return cls((Component("", 1.0, function),))
 
+    @property
+    def reads_environment(self) -> bool:
+        """Whether the environment's reward can affect this one. True for custom functions, which are unknown."""
+        known = set(REWARDS.values()) - {REWARDS["environment"]}
+        return not all(part.function in known or type(part.function) in known for part in self.components)
+
     def combine(self, results: Sequence[RewardResult]) -> Mapping[str, float]:
         """Return the weighted sum of the results of the components, each scored, and its parts.
 
@@ -88,12 +94,6 @@ class WeightedSum:
             details |= result.rewards
         total = sum(c.weight * rewards[c.name] for c in self.components)
         return {**details, **{name: value for name, value in rewards.items() if name}, "reward": total}
-
-
-def reads_environment(reward: WeightedSum) -> bool:
-    """Return whether the environment's reward can affect `reward`. True for custom functions, which are unknown."""
-    known = set(REWARDS.values()) - {REWARDS["environment"]}
-    return not all(part.function in known or type(part.function) in known for part in reward.components)
 
 
 def _parse_all(reward: RewardConfig, prompt_data: str, has_environment: bool) -> dict[str, float]:

@@ -52,7 +52,6 @@ def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[Genera
         engine=engine,
         environment=LoadedEnvironment(environment, None, None, None, ()),
         reward=in_process(environment_reward),
-        reads_environment=True,
         renderer=TurnRenderer(tokenizer, data=config.data),
         threads=StepThreads(num_threads=4, timeout=20.0),
         tokenizer=tokenizer,

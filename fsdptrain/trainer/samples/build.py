@@ -19,7 +19,7 @@ from fsdptrain.config.rules import Fact
 from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards.build import WeightedSum, reads_environment
+from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.data import RunData
@@ -78,11 +78,7 @@ def build_sampler(
     """Build the sampler of single responses, or of episodes. stack: closes the endpoint of agents."""
     if environment is None:
         return SingleTurn(engine, reward, tokenizer)
-    options: dict[str, Any] = {
-        "engine": engine,
-        "reward": reward,
-        "reads_environment": reads_environment(reward.reward),
-    }
+    options: dict[str, Any] = {"engine": engine, "reward": reward}
     if environment.is_agent:
         with raise_on_all_ranks(ConfigError, "--environment"):
             sampler = AGENT_SAMPLER["agent"](config, tokenizer, agent=environment.environment, **options)

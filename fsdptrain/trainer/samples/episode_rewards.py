@@ -23,14 +23,9 @@ class EndedEpisode(Protocol):
         ...
 
 
-def compute_episode_rewards(
-    reward: ParallelReward, episodes: Sequence[EndedEpisode], *, reads_environment: bool
-) -> RewardResults:
-    """Score the last response of each episode. Failed episodes get no reward.
-
-    reads_environment: whether `reward` uses the rewards of the environment
-    """
-    if not reads_environment and any(episode.rewards for episode in episodes):
+def compute_episode_rewards(reward: ParallelReward, episodes: Sequence[EndedEpisode]) -> RewardResults:
+    """Score the last response of each episode. Failed episodes get no reward."""
+    if any(episode.rewards for episode in episodes) and not reward.reward.reads_environment:
         raise ConfigError(
             "--environment gives rewards, and --reward uses none of them: add `environment` to --reward, "
             "alone or with others"

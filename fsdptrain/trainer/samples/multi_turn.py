@@ -113,7 +113,6 @@ class MultiTurn:
     engine: RolloutEngine
     environment: LoadedEnvironment
     reward: ParallelReward
-    reads_environment: bool  # whether --reward uses the rewards of the environment
     renderer: TurnRenderer
     threads: StepThreads
     tokenizer: PreTrainedTokenizerBase
@@ -154,7 +153,7 @@ class MultiTurn:
             requests, params = [episode.next_prompt for episode in active], replace(sampling, num_samples=1)
         with rollout_errors(in_flight=in_flight), watch("reward"):
             self._finish(episodes)
-            results = compute_episode_rewards(self.reward, episodes, reads_environment=self.reads_environment)
+            results = compute_episode_rewards(self.reward, episodes)
             return GenerationRound(
                 samples=[_sample(*row) for row in zip(episodes, results.results, strict=True)],
                 prompts=[episode.prompt for episode in episodes],

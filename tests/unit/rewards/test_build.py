@@ -7,7 +7,7 @@ import pytest
 
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment
+from fsdptrain.rewards.build import WeightedSum, build_reward
 from fsdptrain.rewards.parallel import compute_rewards
 from fsdptrain.types import Episode, Prompt
 from tests.rewards import in_process
@@ -45,7 +45,7 @@ def test_auto_is_the_environment_reward_unless_the_data_have_a_scorer() -> None:
     assert parts_of(both, prompt, GOOD) == {"environment": 3.0, "found": 2.0, "format": 1.0, "reward": 2.5}
     of_the_data = build_reward(RewardConfig(), prompt_data="reasoning_gym:products", has_environment=True)
     readers = [
-        reads_environment(r) for r in (reward, both, of_the_data, WeightedSum.only(lambda prompt, response: 1.0))
+        each.reads_environment for each in (reward, both, of_the_data, WeightedSum.only(lambda prompt, response: 1.0))
     ]
     assert readers == [True, True, False, True]
     with pytest.raises(ConfigError, match="there is no environment; set --environment"):

@@ -81,7 +81,6 @@ def play(
     max_tokens: int = 200,
     max_turns: int = 5,
     timeout: float = 60.0,
-    reads_environment: bool = True,
 ) -> tuple[GenerationRound, Recording]:
     """Two samples of each prompt. A function as `environment` answers by the number of the turn."""
     engine = engine or Recording(respond)
@@ -90,7 +89,6 @@ def play(
         engine=engine,
         environment=LoadedEnvironment(environment, finish, None, None, ()),
         reward=in_process(reward),
-        reads_environment=reads_environment,
         renderer=TurnRenderer(TOKENIZER, data=DataConfig(), max_observation_len=50),
         threads=StepThreads(num_threads=4, timeout=timeout),
         tokenizer=TOKENIZER,
@@ -190,8 +188,8 @@ def test_an_episode_without_any_reward_is_unscored():
 
 def test_unread_rewards_of_an_environment_are_an_error():
     with pytest.raises(ConfigError, match="--environment gives rewards, and --reward uses none of them"):
-        play(two_turns, reward=exact, reads_environment=False)
-    made, _ = play(lambda turn, _: Turn(done=True), reward=exact, reads_environment=False)
+        play(two_turns, reward=exact)
+    made, _ = play(lambda turn, _: Turn(done=True), reward=exact)
     assert [sample.reward for sample in made.samples] == [1.0] * 4
 
 
