@@ -36,16 +36,10 @@ def device_type() -> str:
     requested = os.environ.get(PLATFORM, available)
     if requested not in ("cpu", available):
         options = "cpu" if available == "cpu" else f"{available} or cpu"
-        raise ConfigError(f"{PLATFORM}={requested}: {_unavailable_reason(requested)}; use {options}, or unset it")
+        raise ConfigError(
+            f"{PLATFORM}={requested}: torch finds no such device on this machine; use {options}, or unset it"
+        )
     return requested
-
-
-def _unavailable_reason(name: str) -> str:
-    try:
-        torch.device(name)
-    except RuntimeError:  # a vendor package registers the device name
-        return "torch does not know this device type"
-    return "torch finds no such device on this machine"
 
 
 def device_count() -> int:

@@ -65,13 +65,12 @@ def test_the_platform_is_chosen_by_its_variable(monkeypatch: pytest.MonkeyPatch)
     assert device_rng_state() is None
 
 
-@pytest.mark.parametrize(
-    ("asked", "why"),
-    [("xpu", "torch finds no such device on this machine"), ("gpu", "torch does not know this device type")],
-)
-def test_an_unavailable_platform_is_one_line(asked: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["xpu", "gpu"])
+def test_an_unavailable_platform_is_one_line(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPTRAIN_PLATFORM", asked)
-    with pytest.raises(ConfigError, match=rf"^FSDPTRAIN_PLATFORM={asked}: {why}; use .*cpu, or unset it"):
+    with pytest.raises(
+        ConfigError, match=rf"^FSDPTRAIN_PLATFORM={asked}: torch finds no such device .*; use .*cpu, or unset it"
+    ):
         platform.device_type()
 
 
