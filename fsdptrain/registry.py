@@ -65,9 +65,7 @@ def resolve(
     installed = _plugins(plugins) if plugins else {}
     if name in installed:
         return _load(installed[name])
-    known = [*table, *installed]
-    choices = " or ".join(filter(None, [", ".join(known), "package.module:name"]))
-    raise ConfigError(f"{flag} does not know {name!r}{suggest(name, known)}; it takes {choices}")
+    raise ConfigError(unknown_name(flag, name, [*table, *installed], "package.module:name"))
 
 
 @contextmanager
@@ -133,9 +131,9 @@ def unknown_name(flag: str, name: str, known: Iterable[str], path: str = "packag
 
 def misnamed(flag: str, name: str, known: Iterable[str], plugins: str) -> list[str]:
     """Return a line if `name` is none of `known`, no plug-in of the kind `plugins`, and no package.module:name."""
-    if ":" in name or name in known or name in plugin_names(plugins):
+    if ":" in name or name in (known := [*known, *plugin_names(plugins)]):
         return []
-    return [unknown_name(flag, name, [*known, *plugin_names(plugins)], "package.module:name")]
+    return [unknown_name(flag, name, known, "package.module:name")]
 
 
 def plugin_names(kind: str) -> list[str]:

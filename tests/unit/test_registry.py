@@ -56,7 +56,7 @@ def test_a_path_to_a_file_is_a_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "plugins", "line"),
     [
-        ("ones", None, r"--x does not know 'ones'; did you mean 'one'\?; it takes one, two or package"),
+        ("ones", None, r"--x does not know 'ones'; did you mean 'one'\? \(it takes one, two or package"),
         ("math:pie", None, r"--x math:pie: .*no attribute 'pie'"),
         ("acme", "engines", r"^plug-in engines.acme = no_such_module:Engine cannot be loaded: No module"),
         ("exit", "losses", r"^plug-in losses.exit = acme_exit:loss cannot be loaded: SystemExit: 0 \(acme_exit.py:1\)"),
