@@ -171,7 +171,8 @@ class TrainingLoop:
     def _push_weights(self) -> None:
         """If the engine generates before the next optimizer step; else it stays asleep."""
         generates = self.config.algorithm.algorithm != "sft" and self.step < self.config.run.num_rollout
-        if self.weight_sync is not None and (generates or self._evaluates_now):
+        evaluates = self.evaluation is not None and self._progress.is_evaluation_due
+        if self.weight_sync is not None and (generates or evaluates):
             self.weight_sync.push(self.step, self.phases)
             self.asleep = False
 
@@ -179,10 +180,6 @@ class TrainingLoop:
         """Start the rollouts that the new weights allow."""
         if self.step < self.config.run.num_rollout:
             self.source.run_ahead(self.step)
-
-    @property
-    def _evaluates_now(self) -> bool:
-        return self.evaluation is not None and self._progress.is_evaluation_due
 
     def evaluate(self) -> None:
         if self.evaluation is None:

@@ -5,14 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
     import pandas
-
-    from fsdptrain.trainer.loop import TrainingLoop
 
 
 @dataclass(frozen=True)
@@ -31,17 +29,6 @@ class RunResult(Mapping[str, float]):
     """The last value of every metric."""
     stop_signal: int | None = field(default=None, repr=False)
     """Number of the signal that ended the run early."""
-
-    @classmethod
-    def of(cls, loop: "TrainingLoop") -> Self:
-        return cls(
-            step=loop.step,
-            folder=loop.folder,
-            model=loop.exported,
-            stopped=loop.stopped,
-            metrics=dict(loop.metrics),
-            stop_signal=loop.stop_signal,
-        )
 
     @property
     def evaluation(self) -> Metrics:

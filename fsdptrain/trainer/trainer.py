@@ -128,7 +128,8 @@ class Trainer:
                 from fsdptrain.trainer.hub import push
 
                 push(self.config.run.push_to_hub, loop.folder / EXPORT)
-            return RunResult.of(loop)
+            metrics = dict(loop.metrics)
+            return RunResult(loop.step, loop.folder, loop.exported, loop.stopped, metrics, loop.stop_signal)
 
     @property
     def model(self) -> nn.Module:
