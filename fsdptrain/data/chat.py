@@ -54,7 +54,10 @@ class TurnRenderer:
             return self._tokenize("\n".join(message["content"] for message in messages))
         has_tools = any(message["role"] == "tool" for message in messages) and not self._supports_tool_role
         text = self._render_after_calls(messages, calls) if has_tools else self._render_after_turn(messages)
-        tokens = self._tokenize(self._render_after_turn(_merged(messages)) if text is None else text)
+        if text is None:  # templates without tools often require alternating roles
+            merged = {"role": "user", "content": "\n".join(message["content"] for message in messages)}
+            text = self._render_after_turn([merged])
+        tokens = self._tokenize(text)
         return tokens[self._num_already_sampled(tokens, last_token) :] if last_token in self._special else tokens
 
     def _plain(self, text: str) -> str:
@@ -140,8 +143,3 @@ class TurnRenderer:
     def _special_text(self) -> re.Pattern[str]:
         texts = self.tokenizer.convert_ids_to_tokens(sorted(self._special))
         return re.compile("|".join(re.escape(text) for text in texts) or r"(?!)")
-
-
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """Merge all messages into one user message: templates without tools often require alternating roles."""
-    return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]

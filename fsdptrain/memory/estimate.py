@@ -157,7 +157,8 @@ class Shapes:
 
     def gathered(self) -> Parts:
         """Return the bytes of gathered layers, and of gradients before they are reduced."""
-        layers = [sum(self.gathered_elements(p) * self._gathered_bytes(p) for p in layer) for layer in self._layers]
+        bytes_of = self._frozen_bytes if self._is_quantized else lambda _: self._itemsize
+        layers = [sum(self.gathered_elements(p) * bytes_of(p) for p in layer) for layer in self._layers]
         outside = sum(self.gathered_elements(p) for p in self.outside) * self._itemsize
         held = 2 * max(layers) if self._config.fsdp.reshard_after_forward else sum(layers)  # this layer and the next
         groups = (
@@ -214,9 +215,6 @@ class Shapes:
         if parameter in self._expert_parameters:
             return self._experts
         return self._tensor if parameter.dim() > 1 else 1
-
-    def _gathered_bytes(self, parameter: nn.Parameter) -> float:
-        return self._frozen_bytes(parameter) if self._is_quantized else self._itemsize
 
     def _frozen_bytes(self, parameter: nn.Parameter) -> float:
         """Return the bytes per element of a frozen weight. Without an adapter it is stored like the trained ones."""

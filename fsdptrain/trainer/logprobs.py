@@ -25,8 +25,8 @@ def compute_logprobs(config: Config, backend: "TrainBackend", steps: Sequence[St
     elif config.scores_policy:
         start = len(steps[0].packs) if _first_step_is_on_policy(config) else 0
         logprobs = backend.compute_logprobs(packs[start:], "policy")
-        scored = _with(packs[start:], "old_logprobs", logprobs)
-        packs = [*packs[:start], *map(_with_extras, scored, logprobs)]
+        scored = zip(_with(packs[start:], "old_logprobs", logprobs), logprobs, strict=True)
+        packs = [*packs[:start], *(replace(pack, extras={**pack.extras, **one.extras}) for pack, one in scored)]
     if config.needs_reference:
         packs = _with(packs, "ref_logprobs", backend.compute_logprobs(packs, "reference"))
     remaining = iter(backend.features.chained(lambda feature, scored: feature.score_packs(scored), packs))
@@ -40,10 +40,6 @@ def _first_step_is_on_policy(config: Config) -> bool:
     """
     is_read = config.has(Fact.POLICY_SCORES) or is_custom(config.algorithm.loss)
     return not is_read and config.batch.epochs_per_rollout == 1
-
-
-def _with_extras(pack: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-    return replace(pack, extras={**pack.extras, **logprobs.extras})
 
 
 def _with(packs: Sequence[PackedBatch], field: str, logprobs: Sequence[LogProbs]) -> list[PackedBatch]:

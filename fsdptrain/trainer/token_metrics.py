@@ -1,6 +1,7 @@
 """Metrics of some runs only: the turns of episodes, and the age of the weights that sampled the tokens."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from fsdptrain.trainer.metrics import reduce_max, reduce_sums
 from fsdptrain.types import Metrics, Sample
@@ -8,8 +9,9 @@ from fsdptrain.types import Metrics, Sample
 
 def episode_metrics(samples: Sequence[Sample]) -> Metrics:
     """Compute episode/* over all ranks: turns of the model, and tokens from the environment."""
-    turns = [_num_turns(sample.loss_mask) for sample in samples]
-    observed = [_num_observed(sample.loss_mask) for sample in samples]
+    masks = [sample.loss_mask for sample in samples]
+    turns = [sum(now and not before for before, now in pairwise([False, *mask])) for mask in masks]
+    observed = [mask[mask.index(True) :].count(False) if True in mask else 0 for mask in masks]
     total = reduce_sums(
         {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "observed": sum(observed)}
     )
@@ -41,13 +43,3 @@ def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
         "staleness/max": reduce_max({"age": max(ages, default=0)})["age"],
         "staleness/mixed_version_samples": total["mixed"],
     }
-
-
-def _num_observed(loss_mask: Sequence[bool]) -> int:
-    """Count the tokens after the first of the model that are not from it."""
-    return sum(not mask for mask in loss_mask[loss_mask.index(True) :]) if True in loss_mask else 0
-
-
-def _num_turns(loss_mask: Sequence[bool]) -> int:
-    """Count the contiguous runs of model tokens."""
-    return sum(now and not before for before, now in zip([False, *loss_mask], loss_mask, strict=False))

@@ -45,7 +45,7 @@ def gather_index(samples: Sequence[Sample]) -> SampleIndex:
             key,
             *prompt_key(sample),
             sample.advantage != 0,
-            *_route_shape(sample),
+            *((0, 0) if sample.routes is None else sample.routes.shape[1:]),
         )
         for sample, key in zip(samples, sample_keys(samples), strict=True)
     ]
@@ -60,10 +60,6 @@ def gather_index(samples: Sequence[Sample]) -> SampleIndex:
         has_advantage=tuple(bool(row[5]) for row in rows),
         route_shape=next(((layers, k) for *_, layers, k in rows if k), None),
     )
-
-
-def _route_shape(sample: Sample) -> tuple[int, int]:
-    return (0, 0) if sample.routes is None else (sample.routes.shape[1], sample.routes.shape[2])
 
 
 def sample_keys(samples: Sequence[Sample]) -> list[int]:

@@ -153,7 +153,8 @@ def _reference(
     set_attention(model, REFERENCE)
     first, second = segments[:2]
     found = []
-    for segment in (first, second, _in_one(first, second)):
+    both = Segment([*first.token_ids, *second.token_ids], _joined_images([first, second]))
+    for segment in (first, second, both):
         values, refusal = _score(model, [segment], "padded", device)
         if not refusal and over_ranks(float(not values.isfinite().all())):
             refusal = "its logprobs are not finite"
@@ -211,10 +212,6 @@ def _score(
     token_ids = [segment.token_ids for segment in segments]
     batch = plain_batch(token_ids, device=device, images=_joined_images(segments))
     return logprobs_or_refusal(model, batch, layout)
-
-
-def _in_one(first: Segment, second: Segment) -> Segment:
-    return Segment([*first.token_ids, *second.token_ids], _joined_images([first, second]))
 
 
 def _joined_images(segments: Sequence[Segment]) -> Images | None:
