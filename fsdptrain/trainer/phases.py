@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from fsdptrain import stages
@@ -50,11 +51,13 @@ class Phases:
     """`with phases("train"): ...`; the seconds of the rollout so far are in `seconds`.
 
     With --offload-train the trainer's tensors are in host memory while the engine generates. When an engine takes
-    nearly as long as --dist-timeout, each rank writes its stacks to stderr.
+    nearly as long as --dist-timeout, each rank writes its stacks to stderr, one after the other: at the same moment,
+    their lines would mix.
     """
 
     def __init__(self, config: Config, backend: "TrainBackend", engine: "RolloutEngine | None") -> None:
-        self._patience = 0.9 * config.launch.dist_timeout  # [s]
+        turn = dist.get_rank() / dist.get_world_size()
+        self._patience = (0.9 + 0.05 * turn) * config.launch.dist_timeout  # [s]
         self._engine = engine
         self._offloading = backend if config.sync.offload_train else None
         self._watch = Stopwatch()
