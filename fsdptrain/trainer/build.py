@@ -145,8 +145,7 @@ def build_loop(
         if config.run.num_rollout and (config.run.keep_last or folder.checkpoint is not None):
             from fsdptrain.trainer.inputs import bind_inputs
 
-            named = config.run.resume not in ("auto", "never")
-            folder = bind_inputs(folder, checkpoint, data, run.reward, named=named)
+            folder = bind_inputs(config, folder, checkpoint, data, run.reward, run.environment)
         loggers = open_loggers(config, folder, stack)
         memory = None
         if platform.has_accelerator():  # a CPU swaps

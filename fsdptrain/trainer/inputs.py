@@ -1,18 +1,26 @@
-"""What a run is bound to: its rows, templates, tokenizer, rewards and model, as digests in each checkpoint."""
+"""What a run is bound to: its rows, templates, tokenizer, own code and models, as digests in each checkpoint."""
 
+import ast
 import dataclasses
 import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Mapping
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.util import resolve_name
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.config import Config
+from fsdptrain.config.keys import all_keys
 from fsdptrain.data.images import content_of
 from fsdptrain.data.rows import Rows
 from fsdptrain.distributed import raise_on_all_ranks
@@ -21,19 +29,28 @@ from fsdptrain.model.loading.files import weight_files
 from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.run_dir import RunFolder
+from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from fsdptrain.types import Prompt
 
 log = logging.getLogger(__name__)
 
 _ROWS = 1000  # of larger data sets so many rows are read, at equal distances
 _SLICES, _SLICE_BYTES = 16, 4096  # of each file of weights
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
-def bind_inputs(folder: RunFolder, checkpoint: Path, data: RunData, reward: WeightedSum, *, named: bool) -> RunFolder:
+def bind_inputs(
+    config: Config,
+    folder: RunFolder,
+    checkpoint: Path,
+    data: RunData,
+    reward: WeightedSum,
+    environment: LoadedEnvironment | None,
+) -> RunFolder:
     """Return `folder` with the digests of the inputs. Collective.
 
-    Raises CheckpointError on all ranks if an input is not that of the checkpoint to resume from. named: --resume names
-    that checkpoint, so the run goes on, with a warning.
+    Raises CheckpointError on all ranks if an input is not that of the checkpoint to resume from. If --resume names that
+    checkpoint, the run goes on, with a warning.
     """
     inputs: dict[str, str] = {}
     with raise_on_all_ranks(CheckpointError, "--resume"):
@@ -44,11 +61,15 @@ def bind_inputs(folder: RunFolder, checkpoint: Path, data: RunData, reward: Weig
                 "chat template": _digest(str(data.stream.tokenizer.chat_template)),
                 "tokenizer": _tokenizer(data.stream.tokenizer),
                 "source of --reward": _digest([source_of(component.function) for component in reward.components]),
+                **dict(_models(config)),
                 "files of --hf-checkpoint": _model(checkpoint),
             }
+            if environment is not None:
+                agent = environment.environment
+                inputs["source of --environment"] = source_of(agent.function if isinstance(agent, Agent) else agent)
             before = (folder.progress or {}).get("inputs", {})
             changed = [name for name, digest in inputs.items() if before.get(name, digest) != digest]
-            if changed and named:
+            if changed and config.run.resume not in ("auto", "never"):
                 log.warning("resumes with other inputs: %s", ", ".join(changed))
             elif changed:
                 since = f"since checkpoint {folder.checkpoint} was written, this has changed: {', '.join(changed)}"
@@ -58,17 +79,23 @@ def bind_inputs(folder: RunFolder, checkpoint: Path, data: RunData, reward: Weig
 
 
 def _digest(*values: Any) -> str:
-    text = json.dumps(values, sort_keys=True, default=_plain)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_plain(values)).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
+    """Return what JSON can write, equal in each process for equal values, of any value with keys of any types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, set | frozenset):  # whose order differs in each process
+        return sorted(([repr(key), _plain(item)] for key, item in value.items()), key=lambda pair: pair[0])
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
+    if hasattr(value, "tolist"):  # an array or a tensor, whose text leaves values out
+        return [str(value.dtype), _plain(value.tolist())]
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text  # an address differs in each process
 
@@ -96,7 +123,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def source_of(function: Any) -> str:
-    """Digest the file that defines a reward of the user; those of this package are known by their names."""
+    """Digest the file that defines a function or the class of an object, and the user's modules that it imports."""
     if isinstance(function, partial):
         return _digest(source_of(function.func), function.args, function.keywords)
     module = getattr(function, "__module__", None) or type(function).__module__
@@ -107,15 +134,49 @@ def source_of(function: Any) -> str:
         defined = inspect.unwrap(function) if inspect.isroutine(function) else type(function)
         if module == "__main__":  # other parts of a script may change
             return _digest(inspect.getsource(defined))
-        return _digest(Path(inspect.getfile(defined)).read_text(errors="replace"))
+        paths = {Path(inspect.getfile(defined)), *_files_of(sys.modules[defined.__module__])}
+        return _digest(sorted(path.read_text(errors="replace") for path in paths))
     except (TypeError, OSError):  # an object without a file
         return f"{module}:{name}"
 
 
-def _model(checkpoint: Path) -> str:
-    """Digest config.json and slices of all files of weights: the headers, and some of the values."""
-    slices = [(checkpoint / "config.json").read_bytes()]
-    for path in weight_files(checkpoint):
+def _files_of(module: ModuleType) -> set[Path]:
+    """Return the files of the user's own modules among `module` and what it imports, directly or not."""
+    found: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        path = Path(getattr(each, "__file__", None) or "")
+        installed = {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_STANDARD_LIBRARY)
+        if path.suffix == ".py" and not installed and each.__name__.split(".")[0] != "fsdptrain" and path not in found:
+            found.add(path)
+            waiting += _imports_of(each, path)
+    return found
+
+
+def _imports_of(module: ModuleType, path: Path) -> Iterator[ModuleType]:
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), module.__package__)
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        yield from (sys.modules[name] for name in names if name in sys.modules)
+
+
+def _models(config: Config) -> Iterator[tuple[str, str]]:
+    """Digest the models in local folders: of the reference, of a teacher."""
+    for key in all_keys().values():
+        value = key.value(config)
+        if isinstance(value, str) and os.path.isfile(os.path.join(value, "config.json")):
+            yield f"files of {key.flag}", _model(Path(value))
+
+
+def _model(folder: Path) -> str:
+    """Digest the config files and slices of all files of weights: the headers, and some of the values."""
+    slices = [path.read_bytes() for path in sorted(folder.glob("*config.json"))]  # of processors and generation too
+    for path in weight_files(folder):
         size = path.stat().st_size
         slices.append(str(size).encode())
         with path.open("rb") as file:

@@ -4,16 +4,19 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from fsdptrain import Config, Trainer
 from fsdptrain.config import DataConfig
+from fsdptrain.data.rows import Row
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import CheckpointError
 from fsdptrain.trainer.inputs import digest_rows, held_out_content, source_of
@@ -21,7 +24,7 @@ from fsdptrain.types import Images, Prompt
 from tests.testing import save_tiny_checkpoint, tiny_run, write_rows
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(40)]
-REWARD = "def right(prompt, response):\n    return len(response) % 3\n"
+REWARD = "from my_inputs_helper import MODULUS\n\ndef right(prompt, response):\n    return len(response) % MODULUS\n"
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(folder: Path) -> None:
     save_tiny_checkpoint(folder / "model")
+    (folder / "model" / "preprocessor_config.json").unlink(missing_ok=True)
     write_rows(folder / "rows.jsonl", ROWS)
     (folder / "my_inputs_reward.py").write_text(REWARD)
+    (folder / "my_inputs_helper.py").write_text("MODULUS = 3\n")
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
     importlib.invalidate_caches()
-    sys.modules.pop("my_inputs_reward", None)
+    for name in ("my_inputs_reward", "my_inputs_helper"):
+        sys.modules.pop(name, None)
 
 
 def config(folder: Path, **values: Any) -> Config:
@@ -69,7 +75,15 @@ def other_tokenizer(folder: Path) -> None:
 
 
 def other_reward(folder: Path) -> None:
-    (folder / "my_inputs_reward.py").write_text(REWARD.replace("3", "5"))
+    (folder / "my_inputs_reward.py").write_text(REWARD.replace("%", "//"))
+
+
+def other_module_of_the_reward(folder: Path) -> None:
+    (folder / "my_inputs_helper.py").write_text("MODULUS = 5\n")
+
+
+def other_processor(folder: Path) -> None:
+    (folder / "model" / "preprocessor_config.json").write_text("{}")
 
 
 def other_weights(folder: Path) -> None:
@@ -85,6 +99,8 @@ def other_weights(folder: Path) -> None:
         (other_template, ["chat template"]),
         (other_tokenizer, ["tokenizer"]),
         (other_reward, ["source of --reward"]),
+        (other_module_of_the_reward, ["source of --reward"]),
+        (other_processor, ["files of --hf-checkpoint"]),
         (other_weights, ["files of --hf-checkpoint"]),
     ],
 )
@@ -128,3 +144,27 @@ def test_a_partial_reward_is_its_function_and_arguments() -> None:
     functions = [partial(test_an_image_is_its_content_not_its_name, 1), partial(load_file, 1), partial(load_file, 2)]
     assert len({source_of(function) for function in functions}) == 3
     assert source_of(functions[1]) == source_of(partial(load_file, 1))
+
+
+def test_metadata_of_any_type_is_digested_by_all_its_values() -> None:
+    values: list[Any] = [{1: "a", "b": 2}, {1: "a", "b": 3}, {(1, 2): {3}}, None, [None]]
+    values += [np.arange(10_000), np.arange(10_000).clip(1), torch.zeros(5000), torch.zeros(5001), np.int64(1), 1]
+    digests = [digest_rows([Row("0", "x", metadata={"value": value})]) for value in values]
+    assert len(set(digests)) == len(values)
+    assert digests == [digest_rows([Row("0", "x", metadata={"value": deepcopy(value)})]) for value in values]
+
+
+def test_the_source_of_an_environment_is_its_class_and_what_that_file_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "bound_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "game.py").write_text("from . import rules\n\nclass Game:\n    rules = rules\n")
+    (package / "rules.py").write_text("import json\nfrom bound_package.words import *\n")
+    digests = set()
+    for words in ("WORDS = 1\n", "WORDS = 2\n"):
+        (package / "words.py").write_text(words)
+        digests.add(source_of(importlib.import_module("bound_package.game").Game()))
+    assert len(digests) == 2
