@@ -13,7 +13,7 @@ from fsdptrain.agents.record import AnsweredCall, Conversation, Record, conversa
 from fsdptrain.agents.wire import template_call
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
-from fsdptrain.data.prompts import render_calls
+from fsdptrain.data.prompts import reads, render_calls
 from fsdptrain.data.text import render_chat, response_text
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
@@ -48,6 +48,9 @@ class CallRenderer:
         return ids, record.continued_by_tokens(ids), conversation
 
     def _render(self, call: ModelCall) -> str:
+        if call.tools and not reads(self.tokenizer, "tools"):
+            raise DataError("the chat template does not read tools: describe them in a message")
+
         def render(messages: list[Message]) -> str:
             return render_chat(messages, self.tokenizer, self.data, generation=True, tools=call.tools or None)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from fsdptrain.data.rows import Row, Rows, as_messages, content_hash
 from fsdptrain.data.sources import GENERATOR
 from fsdptrain.data.text import plain_tokens, render_chat
 from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.registry import suggest
 from fsdptrain.types import Images, Message, Prompt
 
 if TYPE_CHECKING:
@@ -221,7 +223,7 @@ def make_prompt(
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-    """Raise ConfigError if the required chat template is missing or a reserved template argument is set."""
+    """Raise ConfigError if the required chat template is missing, or a template argument is reserved or not read."""
     if data.apply_chat_template and tokenizer.chat_template is None:
         raise ConfigError(
             "--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template; "
@@ -232,6 +234,19 @@ def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None
             raise ConfigError(
                 f"--chat-template-kwargs must not set {name}: prompts always end where the response begins"
             )
+    for name in data.chat_template_kwargs:
+        if not reads(tokenizer, name):
+            close = suggest(name, _words(tokenizer))
+            raise ConfigError(f"--chat-template-kwargs {name}: the template of --hf-checkpoint does not read it{close}")
+
+
+def reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Return whether the chat template can read the argument `name`: whether it contains the word."""
+    return name in _words(tokenizer)
+
+
+def _words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return re.findall(r"\w+", str(tokenizer.chat_template))
 
 
 def system_prompt_of(data: DataConfig) -> str:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.agents.calls import ModelCall
+from fsdptrain.agents.calls import CallError, ModelCall
 from fsdptrain.agents.prompts import CallRenderer, assistant_message
 from fsdptrain.agents.record import AnsweredCall, Record, conversation_of, samples_of
 from fsdptrain.config import DataConfig
@@ -108,6 +108,10 @@ def test_a_fork_trains_the_common_part_once():
 
 def test_other_spellings_of_the_same_message_continue_it():
     agent, tools = Agent(), [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    with pytest.raises(CallError, match="the chat template does not read tools"):
+        agent.call([user("a")], tools=tools)
+    agent.renderer.tokenizer = tiny_tokenizer()
+    agent.renderer.tokenizer.chat_template = "{{ tools or '' }}" + TOKENIZER.chat_template
     text = ' <tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call> '
     message, _ = agent.call([user("a")], [*TOKENIZER(text)["input_ids"], END], tools=tools)
     [call] = message["tool_calls"]

@@ -44,6 +44,8 @@ class LoadedEnvironment:
 
     def values_for(self, config: Config) -> dict[str, Any]:
         """Return the options that it sets: its system prompt, unless the user has set one, and its tools."""
+        if self.is_agent and config.data.system_prompt not in ("auto", ""):
+            raise ConfigError("--system-prompt has no effect on an agent, which writes its own messages: put it there")
         values: dict[str, Any] = {}
         if self.system_prompt is not None and config.data.system_prompt == "auto":
             values["system_prompt"] = self.system_prompt

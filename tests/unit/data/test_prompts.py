@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.held_out import split_rows
-from fsdptrain.data.prompts import PromptStream, make_prompt
+from fsdptrain.data.prompts import PromptStream, check_template, make_prompt
 from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.tables import as_rows
@@ -211,3 +211,11 @@ def test_a_stream_reads_only_the_rows_it_needs(tokenizer: Any) -> None:
     assert looked_at == []
     prompts.next(5)
     assert len(looked_at) == 5
+
+
+def test_a_template_argument_that_the_template_does_not_read_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="enable_thinkin: .* does not read it; did you mean 'enable_thinking'"):
+        check_template(
+            with_template("{{ enable_thinking }}"), DataConfig(chat_template_kwargs={"enable_thinkin": False})
+        )
+    check_template(with_template("{{ enable_thinking }}"), DataConfig(chat_template_kwargs={"enable_thinking": False}))

@@ -68,7 +68,7 @@ def test_what_is_resolved_can_be_written_read_and_resolved_again(tmp_path, monke
     """The engine, without the options that only others read; the environment's instructions and tools."""
     monkeypatch.setattr("fsdptrain.platform.device_type", lambda: "cpu")
     tools = (calculate, {"type": "function", "function": {"name": "other", "parameters": {}}})
-    environment = LoadedEnvironment(Agent(None), finish=None, dataset=None, system_prompt="Use tools.", tools=tools)
+    environment = LoadedEnvironment(object(), finish=None, dataset=None, system_prompt="Use tools.", tools=tools)
     config = Config(hf_checkpoint="x", environment="my:Own", rollout_engine_args={"max_num_seqs": 2})
     resolved = resolve(config, tiny_tokenizer(), environment)
     assert (resolved.rollout.engine, resolved.data.system_prompt) == ("hf", "Use tools.")
@@ -127,3 +127,9 @@ def test_the_scale_is_that_of_the_estimator_by_default() -> None:
 def test_an_invalid_estimator_is_one_line(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         advantage_rule(scored(advantage_estimator=name))
+
+
+def test_a_system_prompt_is_refused_for_an_agent_which_writes_its_own_messages():
+    config = Config(hf_checkpoint="x", environment="my:agent", system_prompt="Be brief.")
+    with pytest.raises(ConfigError, match="--system-prompt has no effect on an agent"):
+        resolve(config, tiny_tokenizer(), LoadedEnvironment(Agent(None)))
