@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from fsdptrain.errors import CheckpointError
+
 CONFIG_FILE, PROGRESS_FILE = "config.yaml", "progress.json"  # of a run, and of each checkpoint
 EXPORT = "hf"  # in the folder of a run: the exported model
 _FOLDER = re.compile(r"step_\d{8}")
@@ -19,3 +21,9 @@ def newest_checkpoint(run: Path) -> Path | None:
     from fsdptrain.distributed import gather
 
     return gather(next(reversed(list_checkpoints(run)), None))[0]
+
+
+def check_resume(resume: str) -> None:
+    """Raise CheckpointError if --resume names no folder."""
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise CheckpointError(f"--resume {resume} is not there: it is auto, never, or a folder checkpoints/step_*")

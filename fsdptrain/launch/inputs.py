@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdptrain.checkpoints import check_resume
 from fsdptrain.config.checks import check_packages
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import COLUMN
@@ -26,6 +27,7 @@ def check_inputs(config: Config) -> None:
     """Raise the ConfigError or DataError that the run would raise after its imports."""
     check_packages(config)
     check_output_dir(config)
+    check_resume(config.run.resume)
     check_model_name(config.model.hf_checkpoint, "--hf-checkpoint")
     check_reward(config.reward, prompt_data=config.data.prompt_data, has_environment=config.environment.has_episodes)
     for name, flag in data_names(config):

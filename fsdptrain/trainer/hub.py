@@ -17,6 +17,11 @@ from fsdptrain.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _CARD = "---\ntags: [fsdptrain]\n---\n# {}\nTrained with fsdptrain.\n"
+_REPLACED = [
+    "*.safetensors",
+    "*.index.json",
+    "adapter_config.json",
+]  # of an earlier model, which would load in its place
 
 
 def open_repository(config: Config) -> None:
@@ -44,7 +49,8 @@ def push(name: str, export: Path) -> None:
     if not card.exists():  # else the user's, or of an earlier upload
         card.write_text(_CARD.format(name.rpartition("/")[2]))
     with _named_errors(name, f"the run is complete; upload it by `hf upload {name} {export}`"):
-        log.info("uploaded to %s", HfApi().upload_folder(repo_id=name, folder_path=export))
+        done = HfApi().upload_folder(repo_id=name, folder_path=export, delete_patterns=_REPLACED)
+        log.info("uploaded to %s", done)
 
 
 @contextmanager

@@ -94,8 +94,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
-    if hasattr(value, "tolist"):  # an array or a tensor, whose text leaves values out
-        return [str(value.dtype), _plain(value.tolist())]
+    if values := getattr(value, "tolist", None):  # an array or a tensor, whose text leaves values out
+        return [str(getattr(value, "dtype", "")), _plain(values())]
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text  # an address differs in each process
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, newest_checkpoint
+from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, check_resume, newest_checkpoint
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -102,10 +102,6 @@ def _checkpoint_to_resume(config: Config, folder: Path, *, restarted: bool) -> P
         return newest
     if config.run.resume == "never":
         return None
-    checkpoint = Path(config.run.resume).resolve()
-    with raise_on_all_ranks(CheckpointError, f"--resume {checkpoint}"):
-        if not checkpoint.is_dir():
-            raise CheckpointError(
-                f"--resume {checkpoint} is not there: it is auto, never, or a folder checkpoints/step_*"
-            )
-    return checkpoint
+    with raise_on_all_ranks(CheckpointError, "--resume"):
+        check_resume(config.run.resume)
+    return Path(config.run.resume).resolve()

@@ -44,8 +44,6 @@ class Hub:
             return 200, {"id": NAME, "private": self.private[NAME], "sha": "0" * 40, "siblings": []}
         if path == f"/api/models/{NAME}/auth-check/write":
             return (403, {"error": "read-only token"}) if self.reads_only else (200, {})
-        if path == "/api/validate-yaml":
-            return 200, {"errors": [], "warnings": []}
         if path == f"/api/models/{NAME}/preupload/main":
             files = [
                 {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
@@ -55,8 +53,12 @@ class Hub:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "deletedFile":
+                    del self.files[line["value"]["path"]]
             return 200, {"commitUrl": f"{self.url}/{NAME}/commit/1", "commitOid": "1" * 40, "pullRequestUrl": None}
-        return 404, {"error": f"{method} {path}"}
+        listed = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.files]
+        other = {f"/api/models/{NAME}/tree/main": listed, "/api/validate-yaml": {"errors": [], "warnings": []}}
+        return (200, other[path]) if path in other else (404, {"error": f"{method} {path}"})
 
 
 @pytest.fixture
@@ -106,7 +108,13 @@ def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoi
     with pytest.raises(ConfigError, match="hf upload"):
         run.fit()
     hub.refuses = False
+    hub.files = {
+        "model-00001-of-00002.safetensors": b"of an earlier model",
+        "adapter_config.json": b"",
+        "NOTES.md": b"",
+    }
     run.fit()  # again, over what the failed upload has left
+    assert hub.files.pop("NOTES.md") == b""  # the user's
     assert hub.private == {NAME: True}
     for path in (tmp_path / "hf").iterdir():
         assert hub.files[path.name] == path.read_bytes()

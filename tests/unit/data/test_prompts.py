@@ -214,7 +214,7 @@ def test_a_stream_reads_only_the_rows_it_needs(tokenizer: Any) -> None:
 
 
 def test_a_template_argument_that_the_template_does_not_read_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="enable_thinkin: .* does not read it; did you mean 'enable_thinking'"):
+    with pytest.raises(ConfigError, match=r"enable_thinkin: .* does not read it; did you mean 'enable_thinking'"):
         check_template(
             with_template("{{ enable_thinking }}"), DataConfig(chat_template_kwargs={"enable_thinkin": False})
         )

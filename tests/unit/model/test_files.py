@@ -90,6 +90,13 @@ def test_an_index_that_names_no_files_is_refused_by_name(tmp_path: Path, index: 
         resolve_checkpoint(str(tmp_path))
 
 
+def test_an_adapter_beside_a_model_is_refused(tmp_path: Path):
+    save_tiny_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds an adapter beside the model: merge it by peft"):
+        resolve_checkpoint(str(tmp_path))
+
+
 @pytest.mark.parametrize("quantization", ["int4", [4], {"quant_method": "gptq"}])
 def test_any_quantization_is_refused(tmp_path: Path, quantization: Any):
     save_tiny_checkpoint(tmp_path)
