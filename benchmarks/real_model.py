@@ -14,9 +14,10 @@ resident size of the process from its start, loading included.
     trl                     TRL's GRPOTrainer or SFTTrainer, 16 rows at a time, with gradient checkpointing, its default
     trl-no-checkpointing    the same without
 
-The cases low, middle and high differ in the share of right answers: sums of two numbers of two digits, sums of two
-digits, numbers to repeat. kl has a reference model and lora an adapter of rank 16, both on sums of two digits. sft
-learns the answers of low. In learn each side learns sums of two digits; its curve has the reward of each step, the
+The cases low and middle differ in the share of right answers: sums of two numbers of two digits, and sums of two
+digits. For a high share, train first: `fsdptrain demo --model build/smollm2 --output-dir build/sums`, and then `--cases
+middle --model build/sums/grpo/hf`. kl has a reference model and lora an adapter of rank 16, both on sums of two digits.
+sft learns the answers of low. In learn each side learns sums of two digits; its curve has the reward of each step, the
 seconds so far, of all steps but not of evaluations, and now and then the accuracy on held-out sums.
 
 On both sides: the same rows in the same order, advantages divided by the standard deviation of the group + 1e-4 (TRL's
@@ -72,18 +73,14 @@ class Case:
         """Return the rows to train on, whole steps of them (one in sft), and 20 held out."""
         span = range(10) if self.task == "digits" else range(10, 100)
         pairs = random.Random(seed).sample([(a, b) for a in span for b in span], 180 if len(span) > 10 else 100)
-        made = [
-            (f"Repeat {a}{b}.", f"{a}{b}") if self.task == "repeat" else (f"What is {a} + {b}?", a + b)
-            for a, b in pairs
-        ]
-        found = [{"prompt": f"{asked} Reply with only the number.", "label": str(label)} for asked, label in made]
+        asked = "What is {} + {}? Reply with only the number."
+        found = [{"prompt": asked.format(a, b), "label": str(a + b)} for a, b in pairs]
         return found[20 : 20 + self.samples] if self.sft else found[20:], found[:20]
 
 
 CASES = {
     "low": Case("two-digit", sides=SIDES),
     "middle": Case(sides=SIDES),
-    "high": Case("repeat", sides=SIDES),
     "kl": Case(kl=0.04),
     "lora": Case(lora=16),
     "sft": Case("two-digit", sft=True),
