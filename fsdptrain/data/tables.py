@@ -3,7 +3,7 @@
 import json
 import logging
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,8 @@ def as_rows(
     `folder` is the base directory of image files, `image_key` the column of images. sft: the rows are supervised data
     and may have any of its forms.
     """
+    if not isinstance(dataset, Sized):
+        raise DataError(f"{flag} {name} is a {type(dataset).__name__}, without a length: pass a Dataset or a list")
     if len(dataset) == 0:
         raise DataError(f"{flag} {name} has no rows: check the file, or the split after ?")
     first = _read(dataset, 0, name)
@@ -164,10 +166,8 @@ def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message
 def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: str) -> None:
     if not _may_hold(row, column) and not (option == "--label-key" and column == ""):
         none = ', or --label-key "" if there are no labels' if option == "--label-key" else ""
-        raise DataError(
-            f"{option} {column!r} is not a column of {where}{suggest(column, row)}; "
-            f"set it to one of {', '.join(row)}{none}"
-        )
+        fix = f"set it to one of {', '.join(row)}{none}" if row else "its first row is empty"
+        raise DataError(f"{option} {column!r} is not a column of {where}{suggest(column, row)}; {fix}")
 
 
 def _may_hold(row: Mapping[str, Any], column: str) -> bool:

@@ -129,8 +129,13 @@ def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
     rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config("x"), name="mine")
     with pytest.raises(DataError, match="row mine:1, counted from 0, holds"):
         rows[1]
-    with pytest.raises(DataError, match="--prompt-data mine has no rows"):
-        as_rows([], config("x"), name="mine")
+    for dataset, message in (
+        ([], "mine has no rows"),
+        ([{}], "'prompt' is not a column of --prompt-data mine; its first row is empty"),
+        (iter([{"prompt": "x"}]), "mine is a list_iterator, without a length: pass a Dataset or a list"),
+    ):
+        with pytest.raises(DataError, match=message):
+            as_rows(dataset, config("x"), name="mine")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
