@@ -22,11 +22,12 @@ from fsdptrain.fsdp.export_folder import MARKER, publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.model.loading.files import weight_files
 from fsdptrain.model.loading.formats import read_config
+from fsdptrain.model.loading.hub import HUB_FILES
 
 log = logging.getLogger(__name__)
 
-_WEIGHT_SUFFIXES = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors", ".index.json")
-_NOT_COPIED = {"config.json", "README.md", ".gitattributes", MARKER}
+_COPIED = (*HUB_FILES, "LICENSE*", "NOTICE*")  # anything else in the folder may be private
+_NOT_COPIED = {"config.json", "trainer_state.json", MARKER}
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -161,14 +162,15 @@ def export_hf(
 
 
 def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset(), stop: Sequence[int] = ()) -> None:
-    """Copy all files that are neither weights nor config (tokenizer, code), except those named in `but`.
+    """Copy the files of a model that are neither weights nor config (tokenizer, code), except those named in `but`.
 
     stop: ids for the generation config, in place of its own.
     """
+    left = _NOT_COPIED | but | {path.name for path in source.glob("*.index.json")}
     for path in source.iterdir():
         if path.is_dir() and path.name == "additional_chat_templates":
             shutil.copytree(path, target / path.name)
-        elif path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name not in _NOT_COPIED | but:
+        elif path.is_file() and path.name not in left and any(map(path.match, _COPIED)):
             shutil.copyfile(path, target / path.name)  # Hub snapshots are symlinks: copy the content
     if stop:
         generation = target / "generation_config.json"

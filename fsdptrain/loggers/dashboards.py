@@ -25,6 +25,7 @@ _LOG = logging.getLogger(__name__)
 _ON_THE_HUB = {"hf_checkpoint", "prompt_data"}
 _BUILT_IN = {"loss", "advantage_estimator", "optimizer", "rollout_engine"}
 _PER_TOKEN = ("tokens", "rollout_logprobs")  # only for samples.jsonl: `fsdptrain watch`
+_ERROR = re.compile(r"\n\[--environment: .*\]\Z", re.DOTALL)  # of an episode: a user's code may show a secret in it
 
 
 def shared_options(config: Config | None) -> dict[str, Any]:
@@ -88,7 +89,13 @@ def open_wandb(info: RunInfo) -> Dashboard:
             dir=info.output_dir,
             config=shared_options(info.config),
             settings=wandb.Settings(
-                silent=True, console="off", x_disable_meta=True, disable_git=True, disable_code=True
+                silent=True,
+                console="off",
+                host="",
+                x_disable_meta=True,
+                x_save_requirements=False,
+                disable_git=True,
+                disable_code=True,
             ),
         )
     except (UsageError, CommError) as error:
@@ -138,4 +145,4 @@ def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[
 
 
 def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, int | float) else str(value)
+    return value if value is None or isinstance(value, int | float) else _ERROR.sub("\n[it failed]", str(value))

@@ -72,7 +72,11 @@ def changed_values(run: Path, now: Config) -> dict[OnResume, list[str]]:
     for key in all_keys().values():
         old, new = (key.value(config) for config in (before, now))
         if old != new and not _is_same_path(old, new):
-            changes[key.on_resume].append(" ".join(f"{key.flag} {new} in place of {old}".split()))
+            if isinstance(old, dict) and isinstance(new, dict):  # whose values may be secrets
+                names = (str(name) for name in {**old, **new} if old.get(name) != new.get(name))
+                changes[key.on_resume].append(f"{key.flag} with other {', '.join(names)}")
+            else:
+                changes[key.on_resume].append(" ".join(f"{key.flag} {new} in place of {old}".split()))
     return changes
 
 

@@ -39,6 +39,7 @@ class RunFolder:
             if dist.get_rank() == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 if not self.restarted or not (self.path / CONFIG_FILE).exists():
+                    (self.path / CONFIG_FILE).touch(mode=0o600)  # mappings may hold keys
                     (self.path / CONFIG_FILE).write_text(to_yaml(config))
 
 

@@ -48,7 +48,8 @@ class VllmConfig(Section):
             )
         for url in self.urls:
             if not _is_address(url):
-                yield f"--rollout-urls {url!r} is no address of a server: write e.g. http://127.0.0.1:8000"
+                shown = repr(url.rpartition("@")[2])  # without a password
+                yield f"--rollout-urls {shown} is no address of a server: write e.g. http://127.0.0.1:8000"
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             yield f"--rollout-urls names a server twice: {', '.join(self.urls)}"
 
@@ -67,7 +68,7 @@ def _is_address(url: str) -> bool:
     except ValueError:  # a port, bracket or host name that cannot be
         return False
     known = parts.scheme in ("http", "https") and host and port != 0 and url.isprintable() and " " not in url
-    return bool(known) and not (parts.query or parts.fragment or parts.username)
+    return bool(known) and not (parts.query or parts.fragment or "@" in parts.netloc)
 
 
 class ServerConfig(Section):

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fsdptrain.rollout.evaluate import eval_sampling
 
 from fsdptrain import Trainer
 from fsdptrain.fsdp.export_folder import MARKER
-from fsdptrain.trainer.evaluation import Evaluation
+from fsdptrain.trainer.evaluation import Evaluation, eval_sampling
 from tests import vision_zoo, zoo
 from tests.tensors import load_files, same
 from tests.testing import save_hub, spawn, tiny_run

@@ -42,8 +42,8 @@ class ServerTeacher:
         """
         options = config.section(DistillationConfig)
         assert options.teacher is not None
-        key = os.environ.get(API_KEY)
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        key = os.environ.get(API_KEY, "").strip()  # a file's last line break would be shown in an error
+        self._headers = {} if not key else {"Authorization": f"Bearer {key}"}
         self._url, self._vocab_size = options.teacher.rstrip("/"), vocab_size
         self._top_k = options.top_k if options.loss == "jsd" else 0
         try:

@@ -100,11 +100,16 @@ class RunData:
             if changed == self._config[0]:
                 return False
             config = read_mapping(path, what=str(path))
-            title = "{} of {} on {}".format(*(config[section][key] for section, key in _TITLE))
+            title = "{} of {} on {}".format(*(_shown(str(config[section][key])) for section, key in _TITLE))
             self._config = (changed, title, int(config["run"]["num_rollout"]))
         except (FileNotFoundError, ConfigError, KeyError, TypeError, ValueError):  # not yet written, or of no run
             return False
         return True
+
+
+def _shown(name: str) -> str:
+    """Return the last part of a path, which is shared with the page, and a name on the Hub unchanged."""
+    return name.rpartition("/")[2] if name.startswith(("/", ".", "~")) else name
 
 
 def is_number(value: Any) -> bool:

@@ -34,7 +34,18 @@ _FILE_BYTES = 512 * 2**20  # of weights in one file
 _START_SHARE = 0.8  # of --dist-timeout, after which the other ranks wait no longer
 API_KEY = "ROLLOUT_API_KEY"  # environment variable, for servers that run already
 _RESERVED = frozenset(
-    {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "enable_lora", "scheduling_policy"}
+    {
+        "model",
+        "host",
+        "port",
+        "api_key",
+        "hf_token",
+        "dtype",
+        "load_format",
+        "logprobs_mode",
+        "enable_lora",
+        "scheduling_policy",
+    }
     | {*_REQUIRED, *PLUGIN, *MIDDLEWARE}
 )
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -44,7 +55,7 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
     """Collective. Rank 0 checks the servers, or starts them and waits until they are up."""
     loop, is_first = EventLoop(), dist.get_rank() == 0
     urls: list[str] = config.section(VllmConfig).urls
-    key, folder, processes = os.environ.get(API_KEY), None, list[ServerProcess]()
+    key, folder, processes = os.environ.get(API_KEY, "").strip() or None, None, list[ServerProcess]()
     with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"), ExitStack() as after_error:
         if is_first:
             folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=_FILE_BYTES)

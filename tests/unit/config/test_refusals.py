@@ -181,11 +181,12 @@ def test_a_problem_that_a_section_computes_is_one_line_with_the_fix(case: str) -
 @pytest.mark.parametrize(
     "url",
     ["http://a:b", "http://a:99999", "http://a:0", "http://[::1", "http://[x]:80", "http://a\n:80", "http://a :80",
-     "http://a..b:80", f"http://{'a' * 64}:80", "http://a:80#x", "127.0.0.1:8000", "http://user@a:1"],
+     "http://a..b:80", f"http://{'a' * 64}:80", "http://a:80#x", "127.0.0.1:8000", "http://user@a:1", "http://:secret@a:1"],
 )  # fmt: skip
 def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--rollout-urls .* is no address of a server: write e.g. http"):
+    with pytest.raises(ConfigError, match=r"^--rollout-urls .* is no address of a server: write e.g. http") as caught:
         Config(hf_checkpoint="x", rollout_engine="vllm-server", rollout_urls=[url])
+    assert "secret" not in str(caught.value)
 
 
 # For named data; Python callers may pass data of their own.

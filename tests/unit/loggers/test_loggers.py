@@ -40,15 +40,17 @@ def planted():
     from tests.unit.loggers.test_loggers import planted
     return planted()
 
+config = planted()
 name, folder, resumed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 loggers = build_loggers(
     LogConfig(to=[name], project="proj"), folder, total_steps=4,
-    resumed_step=resumed or None, config=planted(),
+    resumed_step=resumed or None, config=config,
 )
 for step in range(resumed + 1, resumed + 3):
     for logger in loggers:
         logger.log({"reward/mean": step / 10, "optim/grad_norm": float("inf")}, step)
-        logger.log_samples([{"set": "train", "response": "r", "label": step, "reward": 1.0, "tokens": ["r"]}], step)
+        text = "r\\n[--environment: OSError: no host\\n" + config.environment.environment_kwargs["url"] + "]"
+        logger.log_samples([{"set": "train", "response": text, "label": step, "reward": 1.0, "tokens": ["r"]}], step)
 for logger in loggers:
     logger.close()
 """
@@ -69,6 +71,7 @@ def require_no_secret(folder: Path) -> None:
     """Nothing that was written holds a secret, the command line, or a path of this machine."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log"]  # logs stay here
     assert files
+    assert not [path for path in files if path.name == "requirements.txt"]
     for path in files:
         content = path.read_bytes()
         for word in (*SECRETS.values(), "sys.argv", str(folder), str(Path(__file__).parents[3])):

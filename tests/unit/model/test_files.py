@@ -126,6 +126,16 @@ def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: 
     assert "\n" not in str(caught.value)
 
 
+def test_an_export_copies_only_files_of_a_model(tmp_path: Path):
+    source, target = save_tiny_checkpoint(tmp_path / "source"), tmp_path / "target"
+    target.mkdir()
+    of_model = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"}
+    for name in ("LICENSE", ".env", "trainer_state.json", "run.sh", "events.out.tfevents.1", "model.bin.index.json"):
+        (source / name).write_text("x")
+    copy_rest(source, target)
+    assert {path.name for path in target.iterdir()} == of_model
+
+
 def test_the_token_that_ends_turns_of_the_template_ends_responses_and_is_exported(tmp_path: Path):
     for end in (0, 1):  # the template ends turns with 1
         source, target = save_tiny_checkpoint(tmp_path / f"{end}", eos_token_id=end), tmp_path / f"export{end}"

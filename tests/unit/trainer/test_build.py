@@ -1,5 +1,6 @@
 """What a run makes of its options: data, environment, dtype, and rules for advantages and shaping."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from fsdptrain.config.recipe import load_recipe
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.resolve import resolve, resolve_dtype
+from fsdptrain.trainer.resuming import changed_values
 from fsdptrain.trainer.samples.build import advantage_rule, shaping_rule
 from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from tests.testing import tiny_tokenizer
@@ -127,6 +129,13 @@ def test_the_scale_is_that_of_the_estimator_by_default() -> None:
 def test_an_invalid_estimator_is_one_line(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         advantage_rule(scored(advantage_estimator=name))
+
+
+def test_another_value_in_a_mapping_is_named_by_its_key_because_it_may_be_a_secret(tmp_path):
+    options = {"hf_checkpoint": "x", "environment": "my:Own"}
+    (tmp_path / "config.yaml").write_text(to_yaml(Config(**options, environment_kwargs={"api_key": "old", "n": 1})))
+    changes = changed_values(tmp_path, Config(**options, environment_kwargs={"api_key": "new", "n": 1}, lr=2.0))
+    assert sorted(chain(*changes.values())) == ["--environment-kwargs with other api_key", "--lr 2.0 in place of 1e-06"]
 
 
 def test_a_system_prompt_is_refused_for_an_agent_which_writes_its_own_messages():
