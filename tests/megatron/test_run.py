@@ -143,5 +143,6 @@ def test_metrics_of_wrapped_mixers_are_those_of_fsdp(split: str, tmp_path: Path)
         assert ("4 HFMixer" in said or "2 HFMixer" in said) == bool(flags)
     assert len(found["megatron"]) == 2
     assert_same(found["megatron"], found["fsdp"])
-    for ours, theirs in zip(found["megatron"], found["fsdp"], strict=True):
-        assert {name: ours[name] for name in CLOSER} == pytest.approx({name: theirs[name] for name in CLOSER}, rel=1e-5)
+    # Adam divides by the root of the square: the first update makes a full step of what was a rounding error
+    for ours, theirs, rel in zip(found["megatron"], found["fsdp"], (1e-5, 1e-4), strict=True):
+        assert {name: ours[name] for name in CLOSER} == pytest.approx({name: theirs[name] for name in CLOSER}, rel=rel)
