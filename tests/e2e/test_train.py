@@ -117,7 +117,7 @@ def test_report_of_a_real_run(finished: Finished, checkpoint: Path, tmp_path: Pa
     table = {line.split("  ")[0]: line.split() for line in result.out.splitlines()}
     assert table["reward"][-2:] == [f"{last['reward/mean']:.3f}", "2"]
     assert "accuracy" in table
-    assert f"grpo of {checkpoint}" in result.out.replace("\n", "")
+    assert f"grpo of {checkpoint.name} on " in result.out  # the page is shared: no path of this machine
     with gzip.open(run / "profile" / "rank0_step2-2.json.gz") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"phase: train", "aten::mm"} <= names
