@@ -145,4 +145,6 @@ def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[
 
 
 def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, int | float) else _ERROR.sub("\n[it failed]", str(value))
+    return (
+        value if value is None or isinstance(value, int | float) else _ERROR.sub("\n[the episode failed]", str(value))
+    )

@@ -17,11 +17,8 @@ from fsdptrain.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _CARD = "---\ntags: [fsdptrain]\n---\n# {}\nTrained with fsdptrain.\n"
-_REPLACED = [
-    "*.safetensors",
-    "*.index.json",
-    "adapter_config.json",
-]  # of an earlier model, which would load in its place
+# Of an earlier model, which would load in its place
+_REPLACED = ["*.safetensors", "*.index.json", "adapter_config.json"]
 
 
 def open_repository(config: Config) -> None:
