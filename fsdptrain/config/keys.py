@@ -32,7 +32,7 @@ CORE_SECTIONS: tuple[type[Section], ...] = (
     LaunchConfig,
 )  # fmt: skip
 _OPTIONAL = {  # folder, if installed -> module with a tuple SECTIONS
-    "fsdptrain.features": "fsdptrain.features",
+    "fsdptrain.features": "fsdptrain.features.sections",
     "fsdptrain.vllm": "fsdptrain.vllm.config",
     "fsdptrain.megatron": "fsdptrain.megatron.config",
 }

@@ -1,4 +1,4 @@
-"""The tables of sections and of features. A feature's modules but `config` are imported only if it is enabled.
+"""The table of features. A feature's modules are imported only if it is enabled; `sections.py` has its options.
 
 The order of features is that of the hooks: weights are quantized, adapters wrap stock modules, kernels replace modules,
 ranks split the wrapped modules, then layers are compiled and recomputed and their routers wrapped.
@@ -9,19 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdptrain.config import Config, Section
-from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
-from fsdptrain.features.compile.config import CompileConfig
-from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.distillation.config import DistillationConfig
-from fsdptrain.features.fp8.config import Fp8Config
-from fsdptrain.features.liger.config import LigerConfig
-from fsdptrain.features.lora.config import LoraConfig
-from fsdptrain.features.model_parallel.config import ModelParallelConfig
-from fsdptrain.features.moe.config import RouterConfig
-from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
-from fsdptrain.features.quantized_base.config import QuantizedBaseConfig
-from fsdptrain.features.vision.config import VisionConfig
+from fsdptrain.config import Config
 
 if TYPE_CHECKING:
     from fsdptrain.feature import Feature
@@ -43,10 +31,6 @@ class Entry:
         return kind.create(config, checkpoint)
 
 
-SECTIONS: tuple[type[Section], ...] = (
-    LoraConfig, QuantizedBaseConfig, VisionConfig, RouterConfig, ModelParallelConfig, ContextParallelConfig,
-    PrefixSharingConfig, ActivationMemoryConfig, CompileConfig, LigerConfig, DistillationConfig, Fp8Config,
-)  # fmt: skip
 FEATURES = (
     Entry("quantized_base:QuantizedBaseFeature", ("load_in_4bit",)),
     Entry("lora:LoraFeature", ("lora_rank",)),

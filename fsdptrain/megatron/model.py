@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from fsdptrain import platform, registry
 from fsdptrain.config import Config
-from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
+from fsdptrain.features.sections import ActivationMemoryConfig
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron, quiet_megatron
 from fsdptrain.megatron.groups import process_groups

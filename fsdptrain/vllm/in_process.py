@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.features.moe.config import RouterConfig
+from fsdptrain.features.sections import RouterConfig
 from fsdptrain.memory.report import device_memory
 from fsdptrain.protocols import Naming
 from fsdptrain.random_state import preserve_rng_state

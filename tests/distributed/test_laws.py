@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.checkpoints import newest_checkpoint
-from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
+from fsdptrain.features.sections import PrefixSharingConfig
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.types import LossConfig

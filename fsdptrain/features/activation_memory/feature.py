@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.feature import Feature
-from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
+from fsdptrain.features.sections import ActivationMemoryConfig
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.structure import decoder_layers, tower_layers, vision_parameters
 

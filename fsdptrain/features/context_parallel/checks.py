@@ -7,8 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.meta import projected_heads
+from fsdptrain.features.sections import ContextParallelConfig
 from fsdptrain.model.structure import decoder_layers, layer_config, stock_class
 
 # Layers that mix tokens by attention over the whole sequence or a window, or not at all.

@@ -9,10 +9,10 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.feature import Feature
 from fsdptrain.features.context_parallel.checks import check_context_parallel
-from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.rows import UlyssesRows
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.meta import meta_model_of
+from fsdptrain.features.sections import ContextParallelConfig
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.probes.layout import LayoutProbe

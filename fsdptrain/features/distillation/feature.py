@@ -15,7 +15,6 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, Rows
-from fsdptrain.features.distillation.config import DistillationConfig
 from fsdptrain.features.distillation.divergence import TopTokens, chunked_divergence
 from fsdptrain.features.distillation.teacher import (
     LOGPROBS,
@@ -26,6 +25,7 @@ from fsdptrain.features.distillation.teacher import (
     head_of,
     require_same_tokenizer,
 )
+from fsdptrain.features.sections import DistillationConfig
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.loading.meta import model_config

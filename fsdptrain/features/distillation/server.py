@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.features.distillation.config import DistillationConfig
 from fsdptrain.features.distillation.teacher import LOGPROBS, TOP_IDS, TOP_LOGPROBS
+from fsdptrain.features.sections import DistillationConfig
 from fsdptrain.model.logit_passes import EXCLUDED
 from fsdptrain.types import PackedBatch
 

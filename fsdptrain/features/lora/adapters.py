@@ -26,8 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets, shortest_names
+from fsdptrain.features.sections import LoraConfig
 from fsdptrain.fsdp.stream import full_tensor
 from fsdptrain.model.loading.materialize import filled_like, local_part, moved, own_part, register
 

@@ -18,7 +18,7 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.feature import Adapter, ChangeWeight, Feature, Rows
 from fsdptrain.features.lora.adapters import Adapters, add_adapters, merged
-from fsdptrain.features.lora.config import LoraConfig
+from fsdptrain.features.sections import LoraConfig
 from fsdptrain.fsdp.export import copy_rest
 from fsdptrain.fsdp.export_folder import publish_folder, temporary_of
 from fsdptrain.fsdp.stream import full_tensor

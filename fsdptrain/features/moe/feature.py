@@ -17,8 +17,8 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, Rows
 from fsdptrain.features.moe.checks import check_replay
-from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.features.moe.replay import EngineRoutes, RouterReplay
+from fsdptrain.features.sections import RouterConfig
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.structure import decoder_layers, expert_choice
 from fsdptrain.protocols import ForwardRole

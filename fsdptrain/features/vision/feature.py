@@ -10,7 +10,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, Rows
-from fsdptrain.features.vision.config import VisionConfig
+from fsdptrain.features.sections import VisionConfig
 from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.features.vision.tower import Vision
 from fsdptrain.fsdp.mesh import Meshes

@@ -18,12 +18,10 @@ from fsdptrain.config.checks import check_packages
 from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import NumericsError
 from fsdptrain.features.context_parallel.checks import check_context_parallel
-from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.liger.feature import obstacle
 from fsdptrain.features.lora.adapters import add_adapters
-from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import split_plan_of
+from fsdptrain.features.sections import ContextParallelConfig, LigerConfig, LoraConfig
 from fsdptrain.fsdp.build import meta_policy
 from fsdptrain.memory.estimate import Shapes
 from fsdptrain.model.layer_kinds import layer_kinds

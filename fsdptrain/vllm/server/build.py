@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from fsdptrain.config import Config
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.features.moe.config import RouterConfig
+from fsdptrain.features.sections import RouterConfig
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
 from fsdptrain.vllm.options import engine_options, request_batch_invariance, require_free, routes_options

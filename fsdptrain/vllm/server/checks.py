@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.features.moe.config import RouterConfig
+from fsdptrain.features.sections import RouterConfig
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN
 

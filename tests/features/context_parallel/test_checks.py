@@ -6,7 +6,7 @@ import pytest
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.checks import check_context_parallel
-from fsdptrain.features.context_parallel.config import ContextParallelConfig
+from fsdptrain.features.sections import ContextParallelConfig
 from tests.families import tiny_meta
 
 CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {

@@ -8,8 +8,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.lora.adapters import add_adapters
-from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets
+from fsdptrain.features.sections import LoraConfig
 from fsdptrain.trainer.speed import model_flops
 from tests import zoo
 from tests.matrix import only

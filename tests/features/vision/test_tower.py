@@ -5,8 +5,8 @@ import torch
 
 from fsdptrain.enabled_features import Features
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets
+from fsdptrain.features.sections import LoraConfig
 from fsdptrain.features.vision.feature import VisionFeature
 from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.features.vision.tower import refuse_blind

@@ -14,8 +14,7 @@ from fsdptrain.config.rules import Condition, RankGroup
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
 from fsdptrain.features import FEATURES
-from fsdptrain.features.lora.config import LoraConfig
-from fsdptrain.features.model_parallel.config import ModelParallelConfig
+from fsdptrain.features.sections import LoraConfig, ModelParallelConfig
 from tests.packages import install
 
 POINTS = ["sections.acme = acme:AcmeConfig"]
