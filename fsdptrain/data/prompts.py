@@ -74,6 +74,7 @@ class PromptStream:
         self.epoch = 0  # completed epochs
         self.position = 0  # rows visited in this epoch
         self.num_too_long = 0  # skipped rows
+        self.num_held_out = 0  # skipped rows that equal a held-out row
         self._order = self._make_order()
         self._num_unusable = [0, 0]  # rows since the last usable one: too long, held out
         self._has_given = False
@@ -106,6 +107,7 @@ class PromptStream:
             "seed": self.seed,
             "num_rows": len(self.rows),
             "num_too_long": self.num_too_long,
+            "num_held_out": self.num_held_out,
         }
         if pending := [*self._pending.values(), *self._resumed]:
             state["pending"] = pending
@@ -119,7 +121,7 @@ class PromptStream:
                 "when the checkpoint was written: resume with the same data and --eval-size, or use --resume never"
             )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
-        self.num_too_long = state["num_too_long"]
+        self.num_too_long, self.num_held_out = state["num_too_long"], state["num_held_out"]
         self._order = self._make_order()
         self._num_unusable, self._has_given = [0, 0], True
         self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
@@ -130,6 +132,7 @@ class PromptStream:
         epoch, index = self._next_place()
         row = self.rows[index]
         if self.exclude and content_hash(row) in self.exclude:
+            self.num_held_out += 1
             self._num_unusable[1] += 1
             return None
         prompt = self._make(epoch, row)

@@ -19,6 +19,7 @@ _SHOWN = {  # label -> metric; `*` matches the first evaluation set
     "reward": "reward/mean",
     "std": "reward/std",
     "acc": "eval/*/accuracy",
+    "eval loss": "eval/loss",
     "loss": "loss/total",
     "teacher kl": "distill/reverse_kl",
     "len": "completion/length_mean",
@@ -117,11 +118,13 @@ def _facts(config: Config) -> list[str]:
         else f"{config.rollout.batch_size} prompts x {config.algorithm.n_samples_per_prompt} samples a rollout, "
         f"{config.steps_per_rollout} optimizer step{'s' if config.steps_per_rollout > 1 else ''} on each"
     )
-    subject = f"{config.model.hf_checkpoint} ({config.compute_dtype_name}) on {config.data.prompt_data}"
+    model, data = config.model.hf_checkpoint, config.data
     if not config.run.num_rollout:
-        return [f"  evaluation of {subject}"]
+        model = model if config.run.resume in ("auto", "never") else config.run.resume
+        rows = data.eval_prompt_data or f"held-out rows of {data.prompt_data}"
+        return [f"  evaluation of {model} ({config.compute_dtype_name}) on {rows}"]
     return [
-        f"  {algorithm} of {subject}",
+        f"  {algorithm} of {model} ({config.compute_dtype_name}) on {data.prompt_data}",
         f"  {config.run.num_rollout} x {size}, lr {config.optim.lr:g} {config.optim.lr_decay_style}",
     ]
 

@@ -15,7 +15,9 @@ NUM_GPUS = Option("--num-gpus", int, "Processes over which the model is sharded.
 JSON = Option("--json", bool, "Print JSON in place of tables.", False)
 MACHINE = {
     "num_gpus": NUM_GPUS,
-    "gpu_memory_gib": Option("--gpu-memory-gib", float, "Memory of one GPU. [GiB]", 80.0),
+    "gpu_memory_gib": Option(
+        "--gpu-memory-gib", float | None, "Memory of one GPU. Default: 80 is assumed. [GiB]", None
+    ),
     "host_memory_gib": Option("--host-memory-gib", float | None, "Memory of one host of up to 8 GPUs. [GiB]", None),
 }
 

@@ -44,7 +44,6 @@ from fsdptrain.trainer.samples.build import (
     sample_builder,
 )
 from fsdptrain.trainer.samples.source import own_share
-from fsdptrain.trainer.speed import Speed, model_flops, peak_tflops
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Sample
 
@@ -179,8 +178,12 @@ def build_loop(
 
             evaluation = LossEvaluation.of(config, backend, samples=run.held_out, data=data)
         planned = None if memory is None else memory.planned
-        peak = peak_tflops(platform.local_device(), backend.compute_dtype)
-        speed = Speed(model_flops(backend.model), peak, copies=config.pack_copies)
+        speed = None
+        if platform.has_accelerator():
+            from fsdptrain.trainer.speed import Speed, model_flops, peak_tflops
+
+            peak = peak_tflops(platform.local_device(), backend.compute_dtype)
+            speed = Speed(model_flops(backend.model), peak, copies=config.pack_copies)
         yield TrainingLoop(
             config=config,
             run_folder=folder,

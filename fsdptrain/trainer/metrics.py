@@ -102,12 +102,10 @@ def packing_metrics(steps: "Sequence[StepBatches]") -> Metrics:
 def memory_metrics(*, planned: int | None) -> Metrics:
     """Return the peak memory over ranks, with the memory `planned` per rank. `planned` in [bytes], metrics in [GiB]."""
     expected = {} if planned is None else {"perf/planned_memory_gib": planned / platform.GIB}
-    return expected | reduce_max(
-        {
-            "perf/peak_memory_gib": platform.peak_device_memory() / platform.GIB,
-            "perf/host_rss_gib": platform.host_rss() / platform.GIB,
-        }
-    )
+    found = {"perf/host_rss_gib": platform.host_rss() / platform.GIB}
+    if platform.has_accelerator():
+        found["perf/peak_memory_gib"] = platform.peak_device_memory() / platform.GIB
+    return expected | reduce_max(found)
 
 
 def mean_metrics(steps: Sequence[Metrics], num_tokens: Sequence[int]) -> Metrics:

@@ -14,11 +14,11 @@ from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.samples.source import RolloutBatch
-from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
     from fsdptrain.protocols import Logger
+    from fsdptrain.trainer.speed import Speed
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Reporter:
         loggers: "Sequence[Logger]",
         *,
         stream: PromptStream,
-        speed: Speed,
+        speed: "Speed | None",  # None: the peak of the device is not known
         planned_memory: int | None,
         folder: Path,
     ) -> None:
@@ -92,7 +92,7 @@ class Reporter:
             **slowest,
             "perf/tokens_per_s": tokens_per_s,
             "perf/tokens_per_s_per_device": tokens_per_s / dist.get_world_size(),
-            **self._speed.utilization(steps, train_s=slowest["perf/train_s"]),
+            **(self._speed.utilization(steps, train_s=slowest["perf/train_s"]) if self._speed else {}),
             **metrics.memory_metrics(planned=self._planned_memory),
         }
 
@@ -100,7 +100,8 @@ class Reporter:
         """Totals of the run so far."""
         self.totals = {name: total + of_rollout[name] for name, total in self.totals.items()}
         stream = self._stream
-        return {**self.totals, "progress/epoch": stream.progress, "progress/too_long_prompts": stream.num_too_long}
+        skipped = {"progress/too_long_prompts": stream.num_too_long, "progress/held_out_prompts": stream.num_held_out}
+        return {**self.totals, "progress/epoch": stream.progress, **skipped}
 
     def log(self, values: Metrics, step: int) -> None:
         self.last |= values

@@ -22,10 +22,10 @@ completion/length_mean completion/length_min completion/length_max completion/tr
 loss/policy loss/kl loss/entropy policy/ratio_mean policy/clip_fraction_low policy/clip_fraction_high
 policy/approx_kl policy/entropy mismatch/abs_mean mismatch/abs_max mismatch/k3 mismatch/ess
 mismatch/out_of_bounds optim/grad_norm optim/lr optim/skipped_steps perf/step_s perf/generate_s perf/logprobs_s
-perf/train_s perf/sync_s perf/idle_s perf/tokens_per_s perf/tokens_per_s_per_device perf/mfu perf/mfu_causal
-perf/pack_fill perf/rank_imbalance perf/shared_tokens perf/skipped_tokens perf/peak_memory_gib perf/host_rss_gib
-weight_sync/bytes progress/samples progress/tokens progress/epoch progress/too_long_prompts eval/heldout/accuracy
-eval/heldout/pass@1 eval/heldout/pass@2 eval/heldout/length_mean eval/heldout_greedy/accuracy
+perf/train_s perf/sync_s perf/idle_s perf/tokens_per_s perf/tokens_per_s_per_device
+perf/pack_fill perf/rank_imbalance perf/shared_tokens perf/skipped_tokens perf/host_rss_gib
+weight_sync/bytes progress/samples progress/tokens progress/epoch progress/too_long_prompts progress/held_out_prompts
+eval/heldout/accuracy eval/heldout/pass@1 eval/heldout/pass@2 eval/heldout/length_mean eval/heldout_greedy/accuracy
 """
 
 

@@ -35,7 +35,7 @@ def plan(argv: Sequence[str]) -> int:
 
     model, path = meta_model(config)
     host = machine["host_memory_gib"]
-    device, host = int(machine["gpu_memory_gib"] * GIB), None if host is None else int(host * GIB)
+    device, host = int((machine["gpu_memory_gib"] or 80) * GIB), None if host is None else int(host * GIB)
     estimates = [estimate(model, config, Machine(i * machine["num_gpus"], device, host)) for i in _FACTORS]
     command = shlex.join(["fsdptrain", *without(with_flag(argv), PLAN)])
     advice = flags_that_help(model, config, estimates[0].machine) if estimates[0].lacks else []
@@ -49,7 +49,8 @@ def plan(argv: Sequence[str]) -> int:
         is_adapter = config.value("lora_rank") and config.value("lora_export") == "adapter"
         what = "an adapter in float32" if is_adapter else f"in {export_dtype(config, path)}".replace("torch.", "")
         exports = f"; exports {what}" if config.run.export else ""
-        sys.stdout.write(f"\n{verdict}: {estimates[0].line}{exports}{ways}\n  {command}\n")
+        assumed = "" if machine["gpu_memory_gib"] else " (assumed: set --gpu-memory-gib)"
+        sys.stdout.write(f"\n{verdict}: {estimates[0].line}{assumed}{exports}{ways}\n  {command}\n")
     return 1 if estimates[0].lacks else 0
 
 

@@ -26,7 +26,9 @@ class Row:
 
 def report_rows(curves: Mapping[str, Curve]) -> list[Row]:
     """Return the rows: reward, accuracy of each held-out set, length, selection; the loss if there is no reward."""
-    metrics: dict[str, tuple[str, Best]] = {} if "reward/mean" in curves else {"loss/total": ("loss", min)}
+    metrics: dict[str, tuple[str, Best]] = {}
+    if "reward/mean" not in curves:
+        metrics = {"loss/total": ("loss", min), "eval/loss": ("loss of held-out rows", min)}
     metrics |= {"reward/mean": ("reward", max), "selection/reward_mean": ("reward, including dropped groups", max)}
     for name in curves:
         if name.startswith("eval/") and name.endswith("/accuracy"):

@@ -193,7 +193,8 @@ def test_training_has_no_row_with_the_content_of_an_evaluation_row(tokenizer: An
     repeated = sum(content_hash(train[i]) in hashes for i in range(len(train)))
     assert repeated > 0
     prompts = PromptStream(train, tokenizer, data=data, rollout=RolloutConfig(), exclude=hashes)
-    prompts = prompts.next(len(train) - repeated)
+    stream, prompts = prompts, prompts.next(len(train) - repeated + 1)  # the last is of the next epoch
+    assert stream.num_held_out >= repeated
     evaluated = {row.prompt for row in held_out}
     assert not any(p.metadata["entry"]["question"] in evaluated for p in prompts)
     assert len({p.id for p in prompts}) == len(prompts)

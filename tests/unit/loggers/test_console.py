@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fsdptrain.config import Config
-from fsdptrain.loggers.console import ConsoleLogger
+from fsdptrain.loggers.console import ConsoleLogger, header
 from fsdptrain.loggers.run_info import RunInfo
 
 STEP = {
@@ -49,6 +49,13 @@ def test_without_steps_to_train_nothing_is_counted(run):
     out = run(total_steps=0, resumed_step=4)
     assert "acc 0.500" in out
     assert "/0" not in out
+
+
+@pytest.mark.parametrize(("own", "rows"), [(None, "held-out rows of a.jsonl"), ("b.jsonl", "b.jsonl")])
+def test_an_evaluation_names_the_checkpoint_and_its_rows(tmp_path, own, rows):
+    config = Config(hf_checkpoint="m", prompt_data="a.jsonl", eval_prompt_data=own, num_rollout=0, resume="r/step_2")
+    line = header(RunInfo(tmp_path, "p", "run-a", 0, 2, config)).splitlines()[1]
+    assert line == f"  evaluation of r/step_2 ({config.compute_dtype_name}) on {rows}"
 
 
 def test_the_last_line_tells_a_finished_run_from_a_stopped_one(run, tmp_path):

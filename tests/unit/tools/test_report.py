@@ -46,6 +46,11 @@ def test_rows_have_first_best_and_last_values(tmp_path):
     }
 
 
+def test_a_supervised_run_has_both_losses(tmp_path):
+    rows = report_rows(write(tmp_path, [{"step": 1, "loss/total": 2.0, "eval/loss": 3.0}]))
+    assert [(row.label, row.last) for row in rows] == [("loss", (1, 2.0)), ("loss of held-out rows", (1, 3.0))]
+
+
 @pytest.mark.parametrize("rows", [None, []])
 def test_a_folder_without_steps_is_one_line(tmp_path, rows):
     if rows is not None:
