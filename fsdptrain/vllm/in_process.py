@@ -310,7 +310,8 @@ def _parallel_options(tensor_size: Any, *, on_gpu: bool, timeout_s: int) -> dict
 
 
 def _import_vllm() -> Any:
-    for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():  # the engine in this process
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for name, value in {**ENVIRONMENT, **own}.items():
         os.environ.setdefault(name, value)
     try:
         import vllm  # pyright: ignore[reportMissingImports] - an extra
