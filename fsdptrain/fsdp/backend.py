@@ -174,13 +174,10 @@ class FSDPBackend:
             self.features.adapter.export(target, self._export_model)
 
     def _export_model(self, target: Path) -> None:
-        from fsdptrain.fsdp.export import ExportDtypes, export_dtype, export_hf
-        from fsdptrain.rollout.stop_tokens import new_stop_tokens
+        from fsdptrain.fsdp.export import export_policy
 
-        source = self.checkpoint_path
-        dtypes = ExportDtypes(source, export_dtype(self._config, source), self.compute_dtype)
         stream = partial(stream_weights, self._model, naming="hub", features=self.features)
-        export_hf(target, dtypes, stream, stop=new_stop_tokens(source, self._model.config, self._config))
+        export_policy(target, self._config, self.checkpoint_path, self._model, stream)
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and parameters to the host until `onload`. Tensors that are not on the device stay.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
@@ -23,11 +24,13 @@ from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.model.loading.files import weight_files
 from fsdptrain.model.loading.formats import read_config
 from fsdptrain.model.loading.hub import HUB_FILES
+from fsdptrain.rollout.stop_tokens import new_stop_tokens
 
 log = logging.getLogger(__name__)
 
 _COPIED = (*HUB_FILES, "LICENSE*", "NOTICE*")  # anything else in the folder may be private
 _NOT_COPIED = {"config.json", "trainer_state.json", MARKER}
+Stream = Callable[..., Iterator[tuple[str, Tensor]]]  # takes dtype=
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -42,25 +45,21 @@ class ExportDtypes:
         source: the checkpoint that the model was loaded from.
         dtype: of all other tensors.
         computed: dtype in which engines and trainer computed.
+        prefix: `base_model_prefix` of the model, which the names of the files may lack.
     """
 
     source: Path
     dtype: torch.dtype
     computed: torch.dtype
+    prefix: str
     _lost: list[int] = field(default_factory=lambda: [0, 0])  # elements that rounding sets back, and trained ones
 
     @cached_property
     def wider(self) -> dict[str, torch.dtype]:
-        """Dtypes of the tensors, by their names in the files, that keep more precision than `dtype` has."""
-        most = Counter[torch.dtype]()
-        stored: dict[str, torch.dtype] = {}
-        for name, entry in _entries(self.source):
-            if (dtype := _FLOATS.get(entry.get_dtype())) is not None:
-                stored[name] = dtype
-                most[dtype] += torch.Size(entry.get_shape()).numel()
-        own = {name: dtype for name, dtype in stored.items() if dtype != most.most_common(1)[0][0]}
-        wide = {name: torch.promote_types(dtype, self.dtype) for name, dtype in own.items()}
-        return {name: dtype for name, dtype in wide.items() if dtype != self.dtype}
+        """Dtypes of the tensors, by their names without `prefix`, that keep more precision than `dtype` has."""
+        stored, most = _stored_dtypes(self.source)
+        wide = {name: torch.promote_types(dtype, self.dtype) for name, dtype in stored.items() if dtype != most}
+        return {self._bare(name): dtype for name, dtype in wide.items() if dtype != self.dtype}
 
     @property
     def rounds(self) -> bool:
@@ -76,15 +75,19 @@ class ExportDtypes:
     def cast(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a stream in `streamed` in their own dtypes."""
         counts = self.rounds and dist.get_rank() == 0
-        before = dict(_entries(self.source)) if counts else {}
+        before = {self._bare(name): entry for name, entry in _entries(self.source)} if counts else {}
         for name, tensor in stream:
-            dtype = self.wider.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
-            if name in before and dtype != tensor.dtype:
-                old = before[name][:].to(tensor)
+            bare = self._bare(name)
+            dtype = self.wider.get(bare, self.dtype) if tensor.is_floating_point() else tensor.dtype
+            if bare in before and dtype != tensor.dtype:
+                old = before[bare][:].to(tensor)
                 trained = tensor != old
                 self._lost[0] += int((trained & (tensor.to(dtype) == old.to(dtype))).sum())
                 self._lost[1] += int(trained.sum())
             yield name, tensor.to(dtype) if self.streamed != self.dtype else tensor
+
+    def _bare(self, name: str) -> str:
+        return name.removeprefix(f"{self.prefix}.")
 
     def tell(self) -> None:
         """Log the dtype and what rounding to it costs."""
@@ -103,24 +106,24 @@ class ExportDtypes:
         """Write the config of `source` with the new dtype, in nested configs too, and without quantization."""
         config = read_config(self.source)
         config.pop("quantization_config", None)
-        declared = getattr(torch, stored_dtype(self.source) or "", None)
-        for nested in config.values():
-            if isinstance(nested, dict) and (own := nested.get("dtype") or nested.get("torch_dtype")):
-                own = getattr(torch, str(own), self.dtype)
-                self._set(nested, self.dtype if own == declared else torch.promote_types(own, self.dtype))
-        self._set(config, self.dtype)
+        stored = {_stored_dtypes(self.source)[1], _declared(config)}
+        config = self._in_new_dtype(config, stored) | {"dtype": _name(self.dtype)}
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    def _set(self, config: dict[str, Any], dtype: torch.dtype) -> None:
-        config.pop("torch_dtype", None)  # older name of `dtype`
-        config["dtype"] = _name(dtype)
+    def _in_new_dtype(self, config: dict[str, Any], stored: Set[torch.dtype | None]) -> dict[str, Any]:
+        """Return `config` with the new dtype where it declares one of `stored`, else one that holds its own."""
+        nested: dict[str, Any] = {
+            key: self._in_new_dtype(x, stored) for key, x in config.items() if isinstance(x, dict)
+        }
+        dtype = _declared(config)
+        if dtype is not None:
+            nested["dtype"] = _name(self.dtype if dtype in stored else torch.promote_types(dtype, self.dtype))
+        return {key: x for key, x in config.items() if key != "torch_dtype"} | nested
 
 
-def export_dtype(config: Config, source: Path) -> torch.dtype:
-    """Return the dtype of --export-dtype."""
-    name = config.run.export_dtype
-    stored = stored_dtype(source) if name == "source" else None if name == "auto" else name
-    return getattr(torch, stored or config.compute_dtype_name)
+def _declared(config: dict[str, Any]) -> torch.dtype | None:
+    name = config.get("dtype") or config.get("torch_dtype")  # the older name
+    return getattr(torch, str(name), None)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -134,10 +137,29 @@ def _entries(source: Path) -> Iterator[tuple[str, Any]]:
             yield from ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118  # no mapping
 
 
+def _stored_dtypes(source: Path) -> tuple[dict[str, torch.dtype], torch.dtype]:
+    """Return the dtypes of the float tensors in the files of a checkpoint, by name, and that of most elements."""
+    counts, stored = Counter[torch.dtype](), dict[str, torch.dtype]()
+    for name, entry in _entries(source):
+        if (dtype := _FLOATS.get(entry.get_dtype())) is not None:
+            stored[name] = dtype
+            counts[dtype] += torch.Size(entry.get_shape()).numel()
+    return stored, counts.most_common(1)[0][0]
+
+
+def export_policy(target: Path, config: Config, source: Path, model: PreTrainedModel, stream: Stream) -> None:
+    """Write the weights of `stream` in the dtype of --export-dtype. `model` may be on meta. Collective."""
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {source}"):
+        name, computed = config.run.export_dtype, getattr(torch, config.compute_dtype_name)
+        dtype = computed if name == "auto" else _stored_dtypes(source)[1] if name == "source" else getattr(torch, name)
+    dtypes = ExportDtypes(source, dtype, computed, model.base_model_prefix)
+    export_hf(target, dtypes, stream, stop=new_stop_tokens(source, model.config, config))
+
+
 def export_hf(
     target: Path,
     dtypes: ExportDtypes,
-    stream: Callable[..., Iterator[tuple[str, Tensor]]],
+    stream: Stream,
     *,
     max_file_bytes: int = FILE_BYTES,
     stop: Sequence[int] = (),
@@ -177,10 +199,3 @@ def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset(), stop: 
         values = json.loads(generation.read_text()) if generation.is_file() else {}
         values |= {"eos_token_id": list(stop), "_from_model_config": False}  # else config.json takes precedence
         generation.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def stored_dtype(path: Path) -> str | None:
-    """Return the weight dtype that config.json declares, e.g. `bfloat16`, or None."""
-    config = read_config(path)
-    name = config.get("dtype") or config.get("torch_dtype")  # `torch_dtype` is the older name
-    return name if isinstance(name, str) and name != "auto" else None

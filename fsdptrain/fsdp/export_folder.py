@@ -1,6 +1,6 @@
 """Where an export may be written: only an earlier export is replaced, and only by a complete one.
 
-Files that were added to the earlier export, such as a model card, are kept.
+Files that were added to the earlier export, such as a model card, are kept. A model that was put there is refused.
 """
 
 import json
@@ -14,6 +14,7 @@ from fsdptrain.fsdp.checkpoint_folder import sync_tree
 
 _TEMPORARY = ".fsdptrain-"
 MARKER = "fsdptrain_export.json"  # in every export: the names of its files and folders
+MODEL_FILES = ["*.safetensors", "*.index.json", "adapter_config.json"]  # would load in place of the exported model
 
 
 def check_target(target: Path, *, flag: str, sources: Iterable[str | None] = ()) -> None:
@@ -60,7 +61,8 @@ def _foreign(folder: Path) -> str:
     """Return something in `folder` that an export must not replace and does not keep, or ""."""
     added = _added(folder)
     is_export = (folder / MARKER).is_file() and MARKER not in added
-    return next((name for name in added if not is_export or (folder / name / MARKER).exists()), "")
+    models = (name for name in added if (folder / name / MARKER).exists() or any(map(Path(name).match, MODEL_FILES)))
+    return next(models if is_export else iter(added), "")
 
 
 def _added(folder: Path) -> list[str]:

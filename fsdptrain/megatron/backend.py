@@ -17,7 +17,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.fsdp.export import ExportDtypes, export_dtype, export_hf
+from fsdptrain.fsdp.export import export_policy
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
@@ -44,7 +44,6 @@ from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
-from fsdptrain.rollout.stop_tokens import new_stop_tokens
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
 
 
@@ -162,10 +161,8 @@ class MegatronBackend:
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of --export-dtype."""
-        source = self.checkpoint_path
-        dtypes = ExportDtypes(source, export_dtype(self._config, source), self.compute_dtype)
-        stop = new_stop_tokens(source, self._stock.config, self._config)
-        export_hf(target, dtypes, partial(self.weights.stream, of=self._masters.whole_master), stop=stop)
+        stream = partial(self.weights.stream, of=self._masters.whole_master)
+        export_policy(target, self._config, self.checkpoint_path, self._stock, stream)
 
     def save(self, directory: Path, step: int) -> None:
         """Save to an existing folder: see `CheckpointFolder.write`."""

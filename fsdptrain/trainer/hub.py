@@ -13,12 +13,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from fsdptrain.config import Config
 from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import ConfigError
+from fsdptrain.fsdp.export_folder import MODEL_FILES
 
 log = logging.getLogger(__name__)
 
 _CARD = "---\ntags: [fsdptrain]\n---\n# {}\nTrained with fsdptrain.\n"
-# Of an earlier model, which would load in its place
-_REPLACED = ["*.safetensors", "*.index.json", "adapter_config.json"]
 
 
 def open_repository(config: Config) -> None:
@@ -46,7 +45,7 @@ def push(name: str, export: Path) -> None:
     if not card.exists():  # else the user's, or of an earlier upload
         card.write_text(_CARD.format(name.rpartition("/")[2]))
     with _named_errors(name, f"the run is complete; upload it by `hf upload {name} {export}`"):
-        done = HfApi().upload_folder(repo_id=name, folder_path=export, delete_patterns=_REPLACED)
+        done = HfApi().upload_folder(repo_id=name, folder_path=export, delete_patterns=MODEL_FILES)
         log.info("uploaded to %s", done)
 
 

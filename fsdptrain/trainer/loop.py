@@ -84,7 +84,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train until --num-rollout, or until a request to stop; `stopped` then has the reason."""
         self.stopped, self.stop_signal = "", None
-        self.run_folder.write_config(self.config)
+        self.run_folder.start(self.config, self.step)
         if 0 < self.config.run.num_rollout <= self.step:
             count = f"step {self.step} of --num-rollout {self.config.run.num_rollout}"
             log.info("nothing to train: %s; fsdptrain report %s has the results", count, self.folder)

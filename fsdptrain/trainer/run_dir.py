@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, check_resume, newest_checkpoint
+from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, check_resume, list_checkpoints, newest_checkpoint
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -30,8 +30,8 @@ class RunFolder:
     def resumed_step(self) -> int | None:
         return None if self.progress is None else self.progress["step"]
 
-    def write_config(self, config: Config) -> None:
-        """Write the resolved configuration. Collective.
+    def start(self, config: Config, step: int) -> None:
+        """Write the resolved configuration, and set aside the checkpoints after `step`. Collective.
 
         Call it only once the run has started, so that a rejected run changes nothing.
         """
@@ -41,6 +41,10 @@ class RunFolder:
                 if not self.restarted or not (self.path / CONFIG_FILE).exists():
                     (self.path / CONFIG_FILE).touch(mode=0o600)  # mappings may hold keys
                     (self.path / CONFIG_FILE).write_text(to_yaml(config))
+                later = [path for path in list_checkpoints(self.path) if int(path.name.removeprefix("step_")) > step]
+                for path in later if config.run.num_rollout else ():  # else an evaluation
+                    log.warning("%s is set aside: the run goes on from step %d", path, step)
+                    path.rename(path.with_name(f".old-{path.name}"))
 
 
 def open_folder(config: Config) -> RunFolder:

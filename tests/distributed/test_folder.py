@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.checkpoints import PROGRESS_FILE
+from fsdptrain.commands import newest_checkpoint
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.trainer.run_dir import open_folder
@@ -53,7 +54,9 @@ def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, 
         for name, value in {**rank_variables(0, 1, 29500), "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():
             monkeypatch.setenv(name, value)
         folder = open_folder(Config(hf_checkpoint="x", output_dir=str(run), resume=resume))
-    assert folder.resumed_step == step
+        assert folder.resumed_step == step
+        folder.start(Config(hf_checkpoint="x", output_dir=str(run)), step)
+    assert newest_checkpoint(run) == run / f"checkpoints/step_{1 if step < 3 else 3:08d}"  # fsdptrain export RUN
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from fsdptrain import Trainer
 from fsdptrain.fsdp.export_folder import MARKER
@@ -129,17 +130,20 @@ def test_plain_transformers_gives_the_logprobs_of_the_last_evaluation(
 def test_what_rounding_to_the_dtype_of_the_source_costs_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        caplog.at_level("INFO", logger="fsdptrain"),
-        trainer_of("qwen3", tmp_path, bf16=False, export_dtype="source") as trainer,
-    ):
+    """Also of a source that declares no dtype, and whose names lack the prefix of the base model."""
+    trainer, source = trainer_of("qwen3", tmp_path, bf16=False, export_dtype="source"), tmp_path / "source"
+    tensors = load_files(source)
+    save_file({name.removeprefix("model."): x for name, x in tensors.items()}, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": None}))
+    with caplog.at_level("INFO", logger="fsdptrain"), trainer:
         trainer.fit()
         loop = trainer._loop
         assert loop is not None
         held = dict(loop.backend.hf_weights())
-    before, exported = (load_files(tmp_path / name) for name in ("source", "run/hf"))
-    trained = sum(int((held[name] != x.float()).sum()) for name, x in before.items())
-    lost = sum(int(((held[name] != x.float()) & (exported[name] == x)).sum()) for name, x in before.items())
+    exported = load_files(tmp_path / "run" / "hf")
+    trained = sum(int((held[name] != x.float()).sum()) for name, x in tensors.items())
+    lost = sum(int(((held[name] != x.float()) & (exported[name] == x)).sum()) for name, x in tensors.items())
     assert 0 < lost < trained
     assert f"of {trained} trained elements {lost} get their old value back" in caplog.text
     assert {x.dtype for x in exported.values()} == {torch.bfloat16}

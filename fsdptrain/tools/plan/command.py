@@ -28,12 +28,11 @@ def plan(argv: Sequence[str]) -> int:
         return 0
     config, machine = resolved.config, {key: resolved.command_values[key] for key in MACHINE}
     check_world_size(config, machine["num_gpus"])
-    from fsdptrain.fsdp.export import export_dtype  # lazy: imports torch
-    from fsdptrain.memory.advice import flags_that_help
+    from fsdptrain.memory.advice import flags_that_help  # lazy: imports torch
     from fsdptrain.memory.estimate import GIB, Machine, estimate
     from fsdptrain.tools.inspect.inspection import meta_model
 
-    model, path = meta_model(config)
+    model, _ = meta_model(config)
     host = machine["host_memory_gib"]
     device, host = int((machine["gpu_memory_gib"] or 80) * GIB), None if host is None else int(host * GIB)
     estimates = [estimate(model, config, Machine(i * machine["num_gpus"], device, host)) for i in _FACTORS]
@@ -47,7 +46,9 @@ def plan(argv: Sequence[str]) -> int:
         verdict = "does not fit" if estimates[0].lacks else "fits"
         ways = f"; flags that help, each alone: {', '.join(advice)}" if advice else ""
         is_adapter = config.value("lora_rank") and config.value("lora_export") == "adapter"
-        what = "an adapter in float32" if is_adapter else f"in {export_dtype(config, path)}".replace("torch.", "")
+        dtype = {"auto": config.compute_dtype_name, "source": "the dtype of --hf-checkpoint"}
+        what = f"in {dtype.get(config.run.export_dtype, config.run.export_dtype)}"
+        what = "an adapter in float32" if is_adapter else what
         exports = f"; exports {what}" if config.run.export else ""
         assumed = "" if machine["gpu_memory_gib"] else " (assumed: set --gpu-memory-gib)"
         sys.stdout.write(f"\n{verdict}: {estimates[0].line}{assumed}{exports}{ways}\n  {command}\n")

@@ -39,7 +39,8 @@ def test_what_was_added_to_an_export_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["file", "below a file", "foreign", "broken", "deep", "run", "source", "parent of source", ".", "/"]
+    "case",
+    ["file", "below a file", "foreign", "model", "broken", "deep", "run", "source", "parent of source", ".", "/"],
 )
 def test_nothing_else_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     target, sources = tmp_path / "target", [None, "a/hub-id"]
@@ -49,6 +50,8 @@ def test_nothing_else_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     elif case == "foreign":
         target.mkdir()
         (target / "model.safetensors").write_text("")
+    elif case == "model":
+        (export(target) / "model.safetensors.index.json").write_text("")
     elif case == "broken":
         (export(target) / MARKER).write_text("[]")
     elif case == "deep":
