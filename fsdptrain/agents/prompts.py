@@ -14,7 +14,7 @@ from fsdptrain.agents.wire import template_call
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import reads, render_calls
-from fsdptrain.data.text import render_chat, response_text
+from fsdptrain.data.text import render_chat, response_text, tokens_of
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
@@ -42,7 +42,7 @@ class CallRenderer:
                 calls = call.messages[length - 2].get("tool_calls", ())
                 between = self._turns.between(call.messages[length - 1 :], last_token=ids[-1], calls=calls)
                 return [*ids, *between], parent, conversation
-            ids = self._tokenize(self._render(call))
+            ids = tokens_of(self._render(call), self.tokenizer)
         except DataError as error:
             raise CallError(400, str(error), param="messages") from error
         return ids, record.continued_by_tokens(ids), conversation
@@ -58,9 +58,6 @@ class CallRenderer:
             return render_calls(list(call.messages), render)[1]
         except DataError as error:
             raise DataError(f"the chat template does not support these messages: {error}") from error
-
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def until_stop(self, token_ids: Sequence[int], stop: Sequence[str], *, stopped: bool) -> tuple[int, str, bool]:
         """Cut a response at the first of the texts `stop`. Returns the number of tokens, the text, and whether it was

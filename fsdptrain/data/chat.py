@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import DataConfig
 from fsdptrain.data.prompts import check_template
 from fsdptrain.data.rows import as_messages
-from fsdptrain.data.text import render_chat, special_tokens
+from fsdptrain.data.text import render_chat, special_tokens, tokens_of
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
@@ -51,13 +51,13 @@ class TurnRenderer:
             {**message, "content": self._plain(message["content"])} for message in as_messages(observation)
         ]
         if not self.data.apply_chat_template:
-            return self._tokenize("\n".join(message["content"] for message in messages))
+            return tokens_of("\n".join(message["content"] for message in messages), self.tokenizer)
         has_tools = any(message["role"] == "tool" for message in messages) and not self._supports_tool_role
         text = self._render_after_calls(messages, calls) if has_tools else self._render_after_turn(messages)
         if text is None:  # templates without tools often require alternating roles
             merged = {"role": "user", "content": "\n".join(message["content"] for message in messages)}
             text = self._render_after_turn([merged])
-        tokens = self._tokenize(text)
+        tokens = tokens_of(text, self.tokenizer)
         return tokens[self._num_already_sampled(tokens, last_token) :] if last_token in self._special else tokens
 
     def _plain(self, text: str) -> str:
@@ -66,7 +66,7 @@ class TurnRenderer:
         if limit is None:
             return self._special_text.sub(" ", text)
         plain = self._special_text.sub(" ", text[: _CHARACTERS * limit])
-        ids = self._tokenize(plain)
+        ids = tokens_of(plain, self.tokenizer)
         if len(ids) <= limit and len(text) <= _CHARACTERS * limit:
             return plain
         return str(self.tokenizer.decode(ids[:limit])).rstrip("\ufffd") + _CUT
@@ -77,7 +77,7 @@ class TurnRenderer:
         Counts up to that token, which may also be the first one of the next message (GLM). If the model ends its turns
         with another token than the template (Llama's <|eom_id|>), counts up to the template's end-of-turn token.
         """
-        closing = len(self._tokenize(self._render_after_turn([], generation=False)))
+        closing = len(tokens_of(self._render_after_turn([], generation=False), self.tokenizer))
         head = tokens[: max(1, closing)]
         if last_token in head:
             return head.index(last_token) + 1
@@ -123,9 +123,6 @@ class TurnRenderer:
         if text == silent or not text.startswith(turn):
             return None
         return self._render_after_turn([], generation=False) + text[len(turn) :]
-
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
     def _supports_tool_role(self) -> bool:

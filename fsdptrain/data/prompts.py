@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.rows import Row, Rows, as_messages, content_hash
 from fsdptrain.data.sources import GENERATOR
-from fsdptrain.data.text import plain_tokens, render_chat
+from fsdptrain.data.text import plain_tokens, render_chat, tokens_of
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
 from fsdptrain.types import Images, Message, Prompt
 
 if TYPE_CHECKING:
     from fsdptrain.data.images import PromptProcessor
+
+log = logging.getLogger(__name__)
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -202,16 +205,20 @@ def make_prompt(
 ) -> Prompt:
     """Tokenize a row. Special tokens come from either the template or the tokenizer, never from both."""
     images: Images | None = None
-    if processor is not None:
-        from fsdptrain.data.images import read_images
+    try:
+        if processor is not None:
+            from fsdptrain.data.images import read_images
 
-        render = partial(_render_row, tokenizer=tokenizer, data=data, row_id=row.id)
-        token_ids, images = read_images(row, processor, render, column=processor.image_key)
-    elif data.apply_chat_template:
-        text = _render_row(as_messages(row.prompt), tokenizer, data=data, row_id=row.id)
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        token_ids = plain_tokens(_plain_text(row, system_prompt_of(data)), tokenizer)
+            render = partial(_render_row, tokenizer=tokenizer, data=data, row_id=row.id)
+            token_ids, images = read_images(row, processor, render, column=processor.image_key)
+        elif data.apply_chat_template:
+            text = _render_row(as_messages(row.prompt), tokenizer, data=data, row_id=row.id)
+            token_ids = tokens_of(text, tokenizer)
+        else:
+            token_ids = plain_tokens(_plain_text(row, system_prompt_of(data)), tokenizer)
+    except DataError as error:
+        named = str(error) if row.id in str(error) else f"row {row.id}: {error}"
+        raise DataError(named) from error
     if not token_ids:
         raise DataError(f"--input-key {data.input_key}: row {row.id} is an empty prompt")
     return Prompt(
@@ -281,9 +288,22 @@ def _render_row(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
         return text
 
     try:
-        return render_with_system(messages, system_prompt_of(data), render)[1]
+        messages, text = render_with_system(messages, system_prompt_of(data), render)
+        if any(message["role"] == "tool" or message.keys() > {"role", "content"} for message in messages):
+            from fsdptrain.data.sft_forms import not_shown
+
+            for error in not_shown(messages, text, render):
+                if error.kind == "tools":
+                    raise error
+                _warn(str(error))
+        return text
     except DataError as error:
         raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {error}") from error
+
+
+@cache
+def _warn(line: str) -> None:
+    log.warning("prompts: %s", line)
 
 
 def render_with_system(

@@ -15,7 +15,8 @@ from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
 from fsdptrain.data.sft_forms import THOUGHTS, Conversation, Text, UnusableRowError
 from fsdptrain.data.sft_masks import ConversationEncoder
-from fsdptrain.data.text import plain_tokens
+from fsdptrain.data.tables import written_chat
+from fsdptrain.data.text import plain_tokens, tokens_of
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message, Prompt, Sample
 
@@ -138,7 +139,7 @@ def sft_sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, renderer: 
     for is_model, messages in groupby(_episode(prompt), key=_is_model):
         if is_model:
             [message] = messages
-            ids = list(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
+            ids = tokens_of(message["content"], tokenizer)
             ids += [] if ids[-1:] == [end] else [end]  # a text may have the end token
         else:
             assert renderer is not None, "an episode needs a renderer"
@@ -150,7 +151,7 @@ def sft_sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, renderer: 
 
 def _episode(prompt: Prompt) -> Sequence[Message]:
     """Return the label as messages that start and end with the assistant, without consecutive assistant messages."""
-    label: Any = prompt.label
+    label: Any = written_chat(prompt.label) if isinstance(prompt.label, str) else prompt.label
     if label is None or label in ("", []):
         raise UnusableRowError(
             "no response", f"row {prompt.id} has no response; --label-key names the column that holds it"
@@ -160,7 +161,7 @@ def _episode(prompt: Prompt) -> Sequence[Message]:
     if not isinstance(label, list):
         return [{"role": "assistant", "content": str(label)}]
     is_episode = all(isinstance(m, Mapping) and m.get("role") and isinstance(m.get("content"), str) for m in label)
-    for name in ("tool_calls", *THOUGHTS):  # their text depends on the template
+    for name in ("tool_calls", "function_call", *THOUGHTS):  # their text depends on the template
         if any(isinstance(m, Mapping) and m.get(name) for m in label):
             raise DataError(
                 f"--label-key: the response of row {prompt.id} has {name}, which only the chat template can render: "

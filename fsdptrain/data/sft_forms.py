@@ -2,14 +2,14 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import SftConfig
 from fsdptrain.data.rows import Row
-from fsdptrain.data.tables import plain, value_in, written_chat
+from fsdptrain.data.tables import plain, refuse_template_kwargs, value_in, written_chat
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message
 
@@ -18,7 +18,9 @@ log = logging.getLogger(__name__)
 Values = Mapping[str, Any]  # a row of a table, by column
 _KNOWN = "messages; prompt with completion or label; text"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by the template
-_WEIGHTS = ("weight", "train", "training")
+_WEIGHTS = ("weight", "train", "training", "loss")
+WITH_TOOLS = "use the template of a model with tools"
+_IN_CONTENT = "write it into content, in <think></think>, or remove it"
 _CONVERTED = {"conversations": "ShareGPT", "instruction": "Alpaca"}  # column -> form that users convert
 
 
@@ -70,6 +72,7 @@ def form_reader(
     def read(values: Values, row_id: str) -> Row:
         values = plain(values)
         _refuse_weights(values, row_id)
+        refuse_template_kwargs(values, row_id)
         try:
             return Row(row_id, *convert(values, data.input_key))
         except UnusableRowError as error:
@@ -80,9 +83,10 @@ def form_reader(
 
 def _refuse_weights(values: Values, row_id: str) -> None:
     """Raise DataError for keys by which other trainers leave a row or a turn out of the loss, unless they keep it."""
-    messages = [message for value in values.values() if isinstance(value, list) for message in value]
+    lists = [written_chat(value) if isinstance(value, str) else value for value in values.values()]
+    messages = [message for value in lists if isinstance(value, list) for message in value]
     for name in _WEIGHTS:
-        for place in (values, *messages):
+        for place in messages if name == "loss" else (values, *messages):
             if isinstance(place, Mapping) and place.get(name) not in (None, 1):
                 raise DataError(
                     f"row {row_id} has {name} {place[name]!r:.20}, but all turns of --sft-loss-on are trained alike: "
@@ -152,12 +156,37 @@ def as_message(message: Mapping[str, Any], *, parts: bool = False) -> Message:
         raise UnusableRowError("unknown role", f"a message has the role {role!r}")
     if not isinstance(calls, list):
         raise UnusableRowError("tool calls", f"tool_calls holds {calls!r:.60}, not a list")
+    if message.get("function_call"):
+        raise UnusableRowError("tool calls", "a message has function_call, the old form of tool_calls: write those")
     if message.get("content") is None and not calls:
         raise UnusableRowError("no content", f"a message of {role} has no content: it has {', '.join(message)}")
     others = {name: value for name, value in message.items() if name != "tool_calls"}
     content = message.get("content")
     found = {**others, "content": content if parts and isinstance(content, list) else _plain_content(content)}
     return found | {"tool_calls": [_as_call(call) for call in calls]} if calls else found
+
+
+def not_shown(
+    messages: Sequence[Message], text: str, render: Callable[[list[Message]], str]
+) -> Iterator[UnusableRowError]:
+    """Yield an error for each kind of tool results, tool calls and thoughts that the template omits from `text`."""
+
+    def other(changed: list[Message]) -> str | None:
+        try:
+            return render(changed)
+        except DataError:  # the template refuses it, so it reads it
+            return None
+
+    results = {index for index, m in enumerate(messages) if m["role"] == "tool" and isinstance(m["content"], str)}
+    marks = {index: f"result{index}of{len(text)}" for index in results}
+    found = other([{**m, "content": m["content"] + marks[i]} if i in marks else m for i, m in enumerate(messages)])
+    if found is not None and not all(mark in found for mark in marks.values()):
+        yield UnusableRowError("tools", "the chat template does not show messages of the role tool")
+    for name in ("tool_calls", "tools", *THOUGHTS):
+        silent: list[Message] = [{key: value for key, value in m.items() if key != name} for m in messages]
+        if silent != messages and other(silent) == text:
+            kind, fix = ("reasoning", _IN_CONTENT) if name in THOUGHTS else ("tools", WITH_TOOLS)
+            yield UnusableRowError(kind, f"the chat template does not show {name}: {fix}")
 
 
 def _plain_content(content: Any) -> str:

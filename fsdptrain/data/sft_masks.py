@@ -9,7 +9,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -17,14 +16,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fsdptrain.config import DataConfig
 from fsdptrain.config.sft import LossOn
 from fsdptrain.data.prompts import check_template, render_with_system, system_prompt_of
-from fsdptrain.data.sft_forms import THOUGHTS, Conversation, UnusableRowError
-from fsdptrain.data.text import render_chat
+from fsdptrain.data.sft_forms import WITH_TOOLS, Conversation, UnusableRowError, not_shown
+from fsdptrain.data.text import encoded, render_chat
 from fsdptrain.errors import ConfigError, DataError
 
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIX = "use a template with generation tags, or --sft-loss-on last or all"
-_WITH_TOOLS = "use the template of a model with tools"
-_IN_CONTENT = "write it into content, in <think></think>, or remove it"
 
 Span = tuple[int, int]  # of characters
 
@@ -65,18 +62,10 @@ class ConversationEncoder:
     def _check_is_shown(self, conversation: Conversation, text: str) -> None:
         """Raise UnusableRowError if the template omits tools, tool calls, tool results, reasoning or trained text."""
         messages = conversation.messages
-        marks = {index: f"result{index}of{len(text)}" for index, m in enumerate(messages) if m["role"] == "tool"}
-        marked = [{**m, "content": m["content"] + marks.get(index, "")} for index, m in enumerate(messages)]
-        found = self._other(replace(conversation, messages=marked)) if marks else None
-        if found is not None and not all(mark in found for mark in marks.values()):
-            raise UnusableRowError("tools", "the chat template does not show messages of the role tool")
-        for name in ("tool_calls", *THOUGHTS):
-            silent = [{key: value for key, value in m.items() if key != name} for m in messages]
-            if silent != messages and self._other(replace(conversation, messages=silent)) == text:
-                kind, fix = ("tools", _WITH_TOOLS) if name == "tool_calls" else ("reasoning", _IN_CONTENT)
-                raise UnusableRowError(kind, f"the chat template does not show {name}: {fix}")
-        if conversation.tools and self._other(replace(conversation, tools=None)) == text:
-            raise UnusableRowError("tools", f"the chat template does not show tools: {_WITH_TOOLS}")
+        for error in not_shown(messages, text, lambda messages: self._render(replace(conversation, messages=messages))):
+            raise error
+        if conversation.tools and self._without_tools(conversation) == text:
+            raise UnusableRowError("tools", f"the chat template does not show tools: {WITH_TOOLS}")
         said = [message["content"] for message in messages if message["role"] == "assistant"]
         for content in said if self.loss_on == "assistant" else said[-1:]:
             if "".join(content.split()) not in "".join(text.split()):
@@ -86,10 +75,10 @@ class ConversationEncoder:
                     f"turn into a column `completion`, which is trained as it is, or {_FIX}",
                 )
 
-    def _other(self, conversation: Conversation) -> str | None:
-        """Return the rendering of a conversation to compare with. None: the template refuses it, so it reads it."""
+    def _without_tools(self, conversation: Conversation) -> str | None:
+        """Return the rendering without the column `tools`. None: the template refuses it, so it reads it."""
         try:
-            return self._render(conversation)
+            return self._render(replace(conversation, tools=None))
         except UnusableRowError:
             return None
 
@@ -98,7 +87,7 @@ class ConversationEncoder:
         roles = [message["role"] for message in conversation.messages]
         turns = [index for index, role in enumerate(roles) if role == "assistant"]
         trained = turns[-1:] if self.loss_on == "last" else turns
-        if self._has_tags:
+        if _TAGS.search(self._template(conversation)):
             spans = self._tagged_spans(conversation, text)
             if len(spans) == len(turns):
                 return [span for span, index in zip(spans, turns, strict=True) if index in trained]
@@ -128,7 +117,7 @@ class ConversationEncoder:
         [rendered], [spans] = render_jinja_template(
             conversations=[[dict(message) for message in conversation.messages]],
             tools=conversation.tools,
-            chat_template=self._template,
+            chat_template=self._template(conversation),
             return_assistant_tokens_mask=True,
             **{**self.tokenizer.special_tokens_map, **self.data.chat_template_kwargs},
         )
@@ -161,13 +150,9 @@ class ConversationEncoder:
     def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
         """Return the tokens of a text and their places in it; no places if the tokenizer does not know them."""
         fast = bool(self.tokenizer.is_fast)
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast)
+        found = encoded(text, self.tokenizer, return_offsets_mapping=fast)
         return list(found["input_ids"]), list(found["offset_mapping"]) if fast else []
 
-    @cached_property
-    def _template(self) -> str:
-        return str(self.tokenizer.get_chat_template())
-
-    @cached_property
-    def _has_tags(self) -> bool:
-        return _TAGS.search(self._template) is not None
+    def _template(self, conversation: Conversation) -> str:
+        """Return the template: a tokenizer may have one for conversations with tools."""
+        return str(self.tokenizer.get_chat_template(tools=conversation.tools))

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import warnings
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -22,8 +24,11 @@ from fsdptrain.types import Message
 if TYPE_CHECKING:
     import datasets
 
+log = logging.getLogger(__name__)
+
 ReadRow = Callable[[Mapping[str, Any], str], Row]  # (values by column, id of the row)
 _NO_TOOLS = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
+_LIKE_CHAT = re.compile(r"\s*\[\s*\{.*[\"']role[\"']\s*:.*\}\s*\]\s*", re.DOTALL)
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
 
@@ -121,13 +126,23 @@ def _read_columns(
             f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
             "message, or remove or rename the column"
         )
+    refuse_template_kwargs(values, row_id)
     return Row(
         id=row_id,
-        prompt=_checked_prompt(value_in(values, data.input_key), row_id, data.input_key),
+        prompt=_checked_prompt(value_in(values, data.input_key), row_id, data.input_key, parts=image_key is not None),
         label=value_in(values, data.label_key) if data.label_key else None,
         metadata=values,
         images=as_images(image, folder) if image_key else (),
     )
+
+
+def refuse_template_kwargs(values: Mapping[str, Any], row_id: str) -> None:
+    """Raise DataError for arguments of the chat template that a row has, as TRL reads them."""
+    if str(values.get("chat_template_kwargs")).strip() not in _NO_TOOLS:
+        raise DataError(
+            f"row {row_id} has a column `chat_template_kwargs`, which is not read: set --chat-template-kwargs for all "
+            "rows, and remove the column"
+        )
 
 
 def _read(table: Any, index: int, name: str) -> Any:
@@ -141,24 +156,26 @@ def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
-def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message]:
-    if isinstance(prompt, str):
-        prompt = written_chat(prompt)
-    if isinstance(prompt, str):
+def _checked_prompt(cell: Any, row_id: str, column: str, *, parts: bool) -> str | list[Message]:
+    """Return a prompt as a text or messages. parts: content that is a list stays one, for images."""
+    prompt: Any = written_chat(cell) if isinstance(cell, str) else cell
+    if isinstance(prompt, str) and not _LIKE_CHAT.fullmatch(prompt):
         return prompt
     from fsdptrain.data.sft_forms import as_message, without_none
 
-    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
-    if not is_chat or not all(
-        isinstance(m.get("role"), str) and (isinstance(m.get("content"), str | list) or m.get("tool_calls"))
-        for m in prompt
+    messages: list[Any] = prompt if isinstance(prompt, list) else []
+    if not messages or not all(
+        isinstance(m, Mapping)
+        and isinstance(m.get("role"), str)
+        and (isinstance(m.get("content"), str | list) or m.get("tool_calls"))
+        for m in messages
     ):
         raise DataError(
             f"--input-key {column}: row {row_id}, counted from 0, holds {str(prompt)[:80]!r}; "
             "a prompt is a text or a list of messages with role and content"
         )
     try:
-        return [as_message(message, parts=True) for message in without_none(prompt)]
+        return [as_message(message, parts=parts) for message in without_none(messages)]
     except DataError as error:
         raise DataError(f"--input-key {column}: row {row_id}, counted from 0: {error}") from error
 
@@ -216,11 +233,13 @@ def load_table(name: str, options: dict[str, Any], *, flag: str) -> "Table | dat
                 return _load_json(path, flag)
             text = _as_text(path) if form == "csv" else {}
             return datasets.load_dataset(form, data_files=name, split="train", **text)
-        options = {"split": "train", **options}
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            return _load_saved(path, options["split"], flag)
+            return _load_saved(path, options, flag)
+        options = {"split": "train", **options}
         files = [file for file in path.rglob("*") if file.suffix in FILE_FORMATS] if path.is_dir() else []
-        text = _as_text(files[0]) if {file.suffix for file in files} == {".csv"} else {}
+        if len(forms := {FILE_FORMATS[file.suffix] for file in files}) > 1:
+            log.warning("%s %s has files of %s: `datasets` reads those of one form", flag, path, " and ".join(forms))
+        text = _as_text(files[0]) if forms == {"csv"} else {}
         return datasets.load_dataset(name, **options, **text)
 
 
@@ -271,7 +290,7 @@ def _as_text(path: Path) -> dict[str, Any]:
 
     columns = pandas.read_csv(path, nrows=0).columns
     features = datasets.Features({str(column): datasets.Value("string") for column in columns})
-    return {"keep_default_na": False, "features": features}
+    return {"keep_default_na": False, "index_col": False, "features": features}  # else more cells shift all columns
 
 
 @contextmanager
@@ -283,8 +302,10 @@ def _readable(name: str, flag: str) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # its errors are raised here
     try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Length of header", category=Warning)  # of pandas: lost cells
+            yield
+    except (OSError, ValueError, KeyError, RuntimeError, StopIteration, DatasetsError) as error:
         if isinstance(error, ConfigError):
             raise
         cause = error.__cause__ or error
@@ -293,13 +314,17 @@ def _readable(name: str, flag: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _load_saved(path: Path, split: str, flag: str) -> "datasets.Dataset":
+def _load_saved(path: Path, options: dict[str, Any], flag: str) -> "datasets.Dataset":
     """Load a directory of `save_to_disk`: one data set, or one per split."""
     import datasets
 
     saved = datasets.load_from_disk(str(path))
+    known = {"split"} if isinstance(saved, datasets.DatasetDict) else set()
+    if unknown := options.keys() - known:
+        raise ConfigError(f"{flag} {path}: it was written by save_to_disk and has no {', '.join(sorted(unknown))}")
     if isinstance(saved, datasets.Dataset):
         return saved
+    split = options.get("split", "train")
     if split not in saved:
         raise DataError(f"{flag} {path}?split={split}: it has only {', '.join(map(str, saved))}")
     return saved[split]
@@ -316,7 +341,7 @@ def plain(value: Any) -> Any:
 
 def written_chat(text: str) -> Any:
     """Return the messages that a cell of a CSV file holds as JSON, or the text itself."""
-    if text.lstrip().startswith("[{") and '"role"' in text:
+    if _LIKE_CHAT.fullmatch(text):
         with suppress(ValueError, RecursionError):
             found = json.loads(text)
             if all(isinstance(message, dict) and "role" in message for message in found):

@@ -38,12 +38,24 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids) | {id_ for id_, token in added.items() if token.special}
 
 
+def encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Mapping[str, Any]:
+    """Tokenize a rendered text, or part of a sequence: adds no token. Raises DataError for what is no text."""
+    try:
+        return tokenizer(text, add_special_tokens=False, **options)
+    except (TypeError, UnicodeError) as error:
+        raise DataError("a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character") from error
+
+
+def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(encoded(text, tokenizer)["input_ids"])
+
+
 def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenize the beginning of a sequence: with what the tokenizer adds before it (BOS), not what it adds after it.
 
     A text that begins with BOS gets no second one.
     """
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = tokens_of(text, tokenizer)
     if tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token)):
         return ids
     whole = list(tokenizer(text)["input_ids"])

@@ -13,7 +13,7 @@ BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 def labels_of(prompt: Prompt) -> list[Any]:
     """Return the labels of a prompt, one of which an answer must equal. A row without a label has none."""
     labels = prompt.label if isinstance(prompt.label, list | tuple) else [prompt.label]
-    return [label for label in labels if label is not None and label != ""]
+    return [label for label in labels if label is not None and label != "" and label == label]  # NaN is none
 
 
 def spoken(prompt: Prompt, response: str) -> str:

@@ -26,9 +26,9 @@ def exact(prompt: Prompt, response: str) -> float | None:
 def _equal(answer: str, label: Any) -> bool:
     if isinstance(label, bool):  # `true` in JSON is True here
         return answer.lower() == str(label).lower()
-    if isinstance(label, int | float):
+    if isinstance(label, int | float | Decimal):
         try:
-            return (Decimal(answer) if isinstance(label, int) else float(answer)) == label  # a float rounds integers
+            return (float if isinstance(label, float) else Decimal)(answer) == label  # a float rounds integers
         except (ValueError, ArithmeticError):
             return False
     return answer == str(label).strip()

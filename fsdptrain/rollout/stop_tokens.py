@@ -14,6 +14,10 @@ from fsdptrain.errors import CheckpointError, DataError
 log = logging.getLogger(__name__)
 
 _ANSWER = "FSDPTRAINSAID"
+_IDLE = (  # of generation_config.json: they would change the distribution that tokens are trained under
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "repetition_penalty"),
+    *("no_repeat_ngram_size", "forced_bos_token_id", "forced_eos_token_id", "stop_strings", "min_new_tokens"),
+)
 
 
 def stop_tokens(
@@ -49,6 +53,11 @@ def _tell(token: str) -> None:
     log.info("responses end at %s too: the chat template ends turns with it, but eos_token_id lacks it", token)
 
 
+@cache
+def _tell_idle(keys: str) -> None:
+    log.info("responses are sampled without %s of generation_config.json, which training cannot follow", keys)
+
+
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None:
     """Return the special token with which the chat template ends a turn of the model; None if there is none."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
@@ -66,7 +75,10 @@ def _of_generation_config(checkpoint: Path) -> tuple[int, ...]:
     if not (checkpoint / name).is_file():
         return ()
     try:
-        ids = _as_ids(GenerationConfig.from_pretrained(checkpoint).eos_token_id)
+        found = GenerationConfig.from_pretrained(checkpoint)
+        ids = _as_ids(found.eos_token_id)
+        if idle := [key for key in _IDLE if getattr(found, key, None) not in (None, 0, 1, [])]:
+            _tell_idle(", ".join(idle))
     except Exception as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: {name} cannot be read: {one_line(error)}") from error
     if not all(type(token) is int for token in ids):

@@ -100,6 +100,8 @@ def test_earlier_tool_calls_have_the_form_that_the_template_renders(arguments: A
     [row] = as_rows([{"prompt": [*chat, {"role": "tool", "content": "4"}], "label": 4}], DataConfig(prompt_data="x"))
     text = make_prompt(row, with_template(template), data=DataConfig(prompt_data="x")).text
     assert text == '[user]2+2?[assistant]add({"a": 2})[tool]4'
+    with pytest.raises(DataError, match="row dataset:0: the chat template does not show tool_calls"):
+        make_prompt(row, with_template(template.replace("m.tool_calls", "()")), data=DataConfig(prompt_data="x"))
 
 
 def test_a_missing_template_is_an_error_with_the_flag(tokenizer: Any) -> None:

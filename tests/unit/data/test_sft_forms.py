@@ -96,10 +96,12 @@ def test_an_unknown_form_is_one_line(values, sft, data, message) -> None:
         ({"messages": [ASK, {"role": "assistant", "content": None}]}, "no content"),
         ({"messages": [{**ANSWER, "tool_calls": [{"function": {}}]}]}, "tool calls"),
         ({"messages": [{**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
+        ({"messages": [{**ANSWER, "function_call": {"name": "f"}}]}, "tool calls"),
         ({"messages": [ANSWER], "tools": "{"}, "JSON"),
         ({"text": None}, "no text"),
         ({"prompt": None, "label": "x"}, "columns"),
         ({"prompt": "x", "label": "x", "tools": [TOOL]}, "columns"),
+        ({"prompt": "x", "label": "x", "chat_template_kwargs": {"a": 1}}, "columns"),
     ],
 )
 def test_a_row_with_other_values_than_its_form_needs_is_marked(values, kind) -> None:
@@ -158,7 +160,7 @@ def test_cells_of_csv_files_are_their_text(folder: bool, tmp_path: Path) -> None
 def test_a_chat_that_a_csv_file_holds_as_json_is_a_chat(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["messages"], [json.dumps([ASK, ANSWER])], ['[{"role" is what?']])
+        csv.writer(file).writerows([["messages"], [json.dumps([ASK, ANSWER], indent=1)], ['[{"role" is what?']])
     data = DataConfig(prompt_data=str(path), input_key="messages", label_key="")
     assert [row.prompt for row in load_rows(data, seed=0)] == [[ASK, ANSWER], '[{"role" is what?']
     assert load_rows(DataConfig(prompt_data=str(path)), seed=0, sft=SftConfig())[0].label.messages == [ASK, ANSWER]
@@ -168,7 +170,8 @@ def test_a_chat_that_a_csv_file_holds_as_json_is_a_chat(tmp_path: Path) -> None:
     "values",
     [
         {"messages": [ASK, {**ANSWER, "weight": 0}]},
-        {"messages": [ASK, {**ANSWER, "train": False}]},
+        {"messages": json.dumps([ASK, {**ANSWER, "train": False}])},
+        {"messages": [ASK, {**ANSWER, "loss": False}]},
         {"messages": [ASK, {**ANSWER, "training": False}]},
         {"messages": [ASK, {**ANSWER, "weight": 0.5}]},
         {"messages": [ASK, ANSWER], "weight": 0},
@@ -178,13 +181,15 @@ def test_a_chat_that_a_csv_file_holds_as_json_is_a_chat(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_that_leaves_something_out_of_the_loss_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"row dataset:0 has (weight|train|training) "):
+    with pytest.raises(DataError, match=r"row dataset:0 has (weight|train|training|loss) "):
         row_of(values)
 
 
 def test_a_weight_of_1_changes_nothing() -> None:
     said = {**ANSWER, "weight": 1, "train": True}
-    assert row_of({"messages": [{**ASK, "weight": None}, said], "weight": 1.0}).label == Conversation([ASK, said])
+    assert row_of({"messages": [{**ASK, "weight": None}, said], "weight": 1.0, "loss": 2.5}).label == Conversation(
+        [ASK, said]
+    )
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])

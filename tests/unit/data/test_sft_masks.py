@@ -1,5 +1,6 @@
 """Tokens and masks of supervised rows: exact, or an error."""
 
+import json
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def test_the_loss_of_a_conversation_is_on_the_chosen_turns(template: str, loss_o
         ({"text": "abc"}, {}, "«abc<|end|>»"),
         ({"text": "abc<|end|>"}, {}, "«abc<|end|>»"),
         ({"prompt": "2+2?", "completion": "4"}, {}, "<|user|>2+2?<|end|><|assistant|>«4<|end|>»"),
+        ({"prompt": "?", "label": json.dumps(CHAT[2:3])}, {}, "<|user|>?<|end|><|assistant|>«one<|end|>»"),
         ({"prompt": "2+2=", "completion": "4"}, {"apply_chat_template": False}, "2+2=«4<|end|>»"),
         ({"prompt": "2+2=", "completion": "4"}, {"apply_chat_template": False, "loss_on": "all"}, "«2+2=4<|end|>»"),
         (
@@ -115,8 +117,11 @@ def test_text_and_mask_of_the_other_forms(values, options, text) -> None:
     assert shown(sample_of(values, **options)) == text
 
 
-@pytest.mark.parametrize("template", [WITH_TOOLS, AS_TEXT, JOINED], ids=["mapping", "text", "joined"])
-def test_a_turn_with_tool_calls_trains_the_calls(template: str) -> None:
+BY_NAME = {"default": TAGS, "tool_use": WITH_TOOLS}
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, AS_TEXT, JOINED, BY_NAME], ids=["mapping", "text", "joined", "named"])
+def test_a_turn_with_tool_calls_trains_the_calls(template: Any) -> None:
     """Not an empty turn and its end, whatever form of the arguments the template expects."""
     text = shown(sample_of({"messages": CALLS, "tools": [TOOL]}, template))
     assert text.endswith(
@@ -145,6 +150,7 @@ MULTI_TURN = CHAT[1:]
         ({"messages": CHAT[:2]}, TAGS, "no assistant turn", "row dataset:0: no message is of the assistant"),
         ({"messages": CHAT}, "{{ raise_exception('no') }}", "template", "the chat template cannot render it: no"),
         ({"messages": CHAT[2:3]}, CHAT_TEMPLATE, "inexact mask", "begins with the assistant"),
+        ({"text": "\ud83d"}, TAGS, "template", "row dataset:0: a text has half of a surrogate pair"),
         ({"messages": "hello"}, TAGS, "no messages", "row dataset:0: the column messages holds 'hello'"),
         ({"prompt": "a", "label": None}, TAGS, "no response", "row dataset:0 has no response"),
         ({"prompt": "a", "label": True}, TAGS, "no response", "the response of row dataset:0 is True, not text"),

@@ -117,6 +117,14 @@ def test_a_config_that_transformers_refuses_is_one_line_with_the_checkpoint(tmp_
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_generation_config_says_without_effect_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    save_tiny_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "repetition_penalty": 1.05, "top_k": 20}')
+    with caplog.at_level("INFO"):
+        stop_tokens(tmp_path, model_config(tmp_path, trust_remote_code=False), trust_remote_code=False)
+    assert "sampled without repetition_penalty of generation_config.json" in caplog.text
+
+
 @pytest.mark.parametrize("content", ["{]", "[1]", '{"eos_token_id": "end"}', '{"eos_token_id": [1, "end"]}'])
 def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: str):
     save_tiny_checkpoint(tmp_path)

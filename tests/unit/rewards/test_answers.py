@@ -1,5 +1,7 @@
 """The answer in a response."""
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +78,7 @@ def test_no_reward_looks_for_the_answer_in_a_thought(prompt: str, response: str,
         (["4", "four"], ["4", "four"], ["five", ""]),
         (42.0, ["42", "42.0", " 42 "], ["43", "x"]),
         (42, ["42", "42.0"], ["4.2e", "nan"]),
+        (Decimal("42.0"), ["42", "42.00"], ["43"]),
         ("007", ["007"], ["7"]),
         ([7, "seven"], ["7", "7.0", "seven"], ["8"]),
         (True, ["True", "true"], ["1", "false"]),
@@ -93,7 +96,7 @@ def test_math_takes_one_of_several_labels() -> None:
     assert [math(prompt, text) for text in ("0.5", "\\boxed{7}", "8")] == [1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("label", [None, "", [], [""]])
+@pytest.mark.parametrize("label", [None, "", [], [""], float("nan")])
 def test_exact_cannot_score_a_row_without_a_label(label: object) -> None:
     assert exact(Prompt("a", [1], "?", label=label), "") is None
     assert math(Prompt("a", [1], "?", label=label), "0") is None
