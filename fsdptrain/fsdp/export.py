@@ -2,7 +2,7 @@
 
 import json
 import logging
-import shutil
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -15,21 +15,25 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.export_folder import MARKER, publish_folder, temporary_of
+from fsdptrain.fsdp.export_folder import publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.model.loading.files import weight_files
 from fsdptrain.model.loading.formats import read_config
-from fsdptrain.model.loading.hub import HUB_FILES
 from fsdptrain.rollout.stop_tokens import new_stop_tokens
 
 log = logging.getLogger(__name__)
 
-_COPIED = (*HUB_FILES, "LICENSE*", "NOTICE*")  # anything else in the folder may be private
-_NOT_COPIED = {"config.json", "trainer_state.json", MARKER}
+_COPIED = (  # what a tokenizer or processor reads, and licenses; anything else in the folder may be private
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("*vocab*.json", "*vocab*.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
+    *("*processor_config.json", "generation_config.json", "LICENSE*", "NOTICE*"),
+)
+_FOLDER = re.compile(rb'("\w*_(?:path|file|dir)": *")(?:[^"\\]|\\.)*(?:\\?/|\\\\)')  # of a value that names a file
 Stream = Callable[..., Iterator[tuple[str, Tensor]]]  # takes dtype=
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -108,7 +112,7 @@ class ExportDtypes:
         config.pop("quantization_config", None)
         stored = {_stored_dtypes(self.source)[1], _declared(config)}
         config = self._in_new_dtype(config, stored) | {"dtype": _name(self.dtype)}
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (target / "config.json").write_bytes(_without_folders((json.dumps(config, indent=2) + "\n").encode()))
 
     def _in_new_dtype(self, config: dict[str, Any], stored: Set[torch.dtype | None]) -> dict[str, Any]:
         """Return `config` with the new dtype where it declares one of `stored`, else one that holds its own."""
@@ -168,8 +172,8 @@ def export_hf(
 
     stop: see `copy_rest`.
 
-    Tokenizer, generation config, custom code and all other non-weight files are copied. The complete folder is renamed
-    to `target` and replaces an older export. Raises CheckpointError on every rank.
+    Tokenizer, generation config, custom code and licenses are copied. The complete folder is renamed to `target` and
+    replaces an older export. Raises CheckpointError on every rank.
     """
     temporary, failure = temporary_of(target), f"the model cannot be exported to {target}"
     with raise_on_all_ranks(CheckpointError, failure):
@@ -188,14 +192,26 @@ def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset(), stop: 
 
     stop: ids for the generation config, in place of its own.
     """
-    left = _NOT_COPIED | but | {path.name for path in source.glob("*.index.json")}
-    for path in source.iterdir():
-        if path.is_dir() and path.name == "additional_chat_templates":
-            shutil.copytree(path, target / path.name)
-        elif path.is_file() and path.name not in left and any(map(path.match, _COPIED)):
-            shutil.copyfile(path, target / path.name)  # Hub snapshots are symlinks: copy the content
+    code = _code(source)
+    for path in (*source.iterdir(), *source.glob("additional_chat_templates/*.jinja")):
+        if path.is_file() and path.name not in but and (path in code or any(map(path.match, _COPIED))):
+            content, copied = path.read_bytes(), target / path.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            copied.write_bytes(_without_folders(content) if path.suffix == ".json" else content)
     if stop:
         generation = target / "generation_config.json"
         values = json.loads(generation.read_text()) if generation.is_file() else {}
         values |= {"eos_token_id": list(stop), "_from_model_config": False}  # else config.json takes precedence
         generation.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _code(source: Path) -> set[Path]:
+    """Return the Python files that configs of a checkpoint name, and those that they import."""
+    configs = b"".join(path.read_bytes() for path in source.glob("*config.json"))
+    named = [path for path in source.glob("*.py") if f'"{path.stem}.'.encode() in configs]  # in `auto_map`
+    return {*named, *(Path(file) for path in named for file in get_relative_import_files(path))}
+
+
+def _without_folders(content: bytes) -> bytes:
+    """Return JSON with only the last part of paths, which are of this machine."""
+    return _FOLDER.sub(rb"\1", content)

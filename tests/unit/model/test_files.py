@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.export import copy_rest
+from fsdptrain.fsdp.export import ExportDtypes, copy_rest
 from fsdptrain.model.loading import hub
 from fsdptrain.model.loading.files import resolve_checkpoint, weight_files
 from fsdptrain.model.loading.meta import model_config
@@ -134,14 +135,25 @@ def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: 
     assert "\n" not in str(caught.value)
 
 
-def test_an_export_copies_only_files_of_a_model(tmp_path: Path):
+PATHS = {"_name_or_path": "/secret/a", "vocab_file": "C:\\secret\\a", "of": [{"x_dir": 'secret"/a'}], "t": "</s>"}
+SHOWN = PATHS | {"_name_or_path": "a", "vocab_file": "a", "of": [{"x_dir": "a"}]}
+
+
+def test_an_export_copies_only_files_of_a_model_and_no_path_of_this_machine(tmp_path: Path):
     source, target = save_tiny_checkpoint(tmp_path / "source"), tmp_path / "target"
     target.mkdir()
-    of_model = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"}
-    for name in ("LICENSE", ".env", "trainer_state.json", "run.sh", "events.out.tfevents.1", "model.bin.index.json"):
+    of_model = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    of_model |= {"config.json", "LICENSE", "code.py", "parts.py"}
+    for name in ("LICENSE", ".env", "credentials.json", "notes.txt", "train.py", "parts.py", "model.bin.index.json"):
         (source / name).write_text("x")
+    (source / "code.py").write_text("from .parts import X")
+    set_config(source, auto_map={"AutoModel": "code.Model"}, **PATHS)
+    (source / "tokenizer_config.json").write_text(json.dumps(PATHS))
+    ExportDtypes(source, torch.float32, torch.float32, "model").write_config(target)
     copy_rest(source, target)
     assert {path.name for path in target.iterdir()} == of_model
+    for name in ("tokenizer_config.json", "config.json"):
+        assert SHOWN.items() <= json.loads((target / name).read_text()).items()
 
 
 def test_the_token_that_ends_turns_of_the_template_ends_responses_and_is_exported(tmp_path: Path):
