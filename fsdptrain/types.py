@@ -143,6 +143,7 @@ class Sample:
     versions: list[int] | None = None  # (L,) per token, if they differ; only generated tokens are read
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
+    error: str | None = None  # of its episode; it may show a secret, so it stays on this machine
     others: tuple[Sample, ...] = ()  # further sequences of the same episode, which share its reward and advantage
 
     @property

@@ -265,7 +265,7 @@ class AgentSampler:
             return GenerationRound(
                 samples=samples,
                 prompts=[episode.prompt for episode in episodes],
-                texts=[self._text(*row) for row in zip(episodes, samples, strict=True)],
+                texts=[self._text(sample) for sample in samples],
                 results=results,
                 counts={f"agent/{name}": float(sum(e.counts[name] for e in episodes)) for name in COUNTS},
             )
@@ -320,11 +320,10 @@ class AgentSampler:
         finally:
             self.episodes.close(episode)
 
-    def _text(self, episode: AgentEpisode, sample: Sample) -> str:
-        """Decode the first sequence after its prompt, and append the error if the episode failed."""
+    def _text(self, sample: Sample) -> str:
+        """Decode the first sequence after its prompt."""
         first = sample.loss_mask.index(True) if True in sample.loss_mask else len(sample.loss_mask)
-        text = str(self.tokenizer.decode(sample.token_ids[first:]))
-        return f"{text}\n[{episode.error}]" if episode.error else text
+        return str(self.tokenizer.decode(sample.token_ids[first:]))
 
 
 def _sample(episode: AgentEpisode, result: Any) -> Sample:
@@ -332,7 +331,7 @@ def _sample(episode: AgentEpisode, result: Any) -> Sample:
         replace(sample, reward=result.reward, rewards=result.rewards)
         for sample in samples_of(episode.prompt, episode.record)
     ]
-    return replace(first, others=tuple(others))
+    return replace(first, others=tuple(others), error=episode.error)
 
 
 def build_agent_sampler(

@@ -24,8 +24,7 @@ from fsdptrain.loggers.run_info import RunInfo
 _LOG = logging.getLogger(__name__)
 _ON_THE_HUB = {"hf_checkpoint", "prompt_data"}
 _BUILT_IN = {"loss", "advantage_estimator", "optimizer", "rollout_engine"}
-_PER_TOKEN = ("tokens", "rollout_logprobs")  # only for samples.jsonl: `fsdptrain watch`
-_ERROR = re.compile(r"\n\[--environment: .*\]\Z", re.DOTALL)  # of an episode: a user's code may show a secret in it
+_LOCAL = ("tokens", "rollout_logprobs", "error")  # only for samples.jsonl
 
 
 def shared_options(config: Config | None) -> dict[str, Any]:
@@ -140,11 +139,9 @@ def open_trackio(info: RunInfo) -> Dashboard:
 
 def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Return columns and rows. Numbers stay numbers; other values become text, because a column has one type."""
-    columns = [name for name in dict.fromkeys(name for sample in samples for name in sample) if name not in _PER_TOKEN]
+    columns = [name for name in dict.fromkeys(name for sample in samples for name in sample) if name not in _LOCAL]
     return columns, [[_cell(sample.get(column)) for column in columns] for sample in samples]
 
 
 def _cell(value: Any) -> Any:
-    return (
-        value if value is None or isinstance(value, int | float) else _ERROR.sub("\n[the episode failed]", str(value))
-    )
+    return value if value is None or isinstance(value, int | float) else str(value)

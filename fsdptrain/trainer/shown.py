@@ -18,7 +18,7 @@ _BROKEN = "\ufffd"  # what decoders write for incomplete characters
 class Shown:
     """One sample to log."""
 
-    row: Mapping[str, Any]  # prompt, response, label, reward
+    row: Mapping[str, Any]  # prompt, response, label, reward, and the error of an episode that failed
     sample: Sample  # without routes
 
 
@@ -29,6 +29,7 @@ def show(prompts: Sequence[Prompt], texts: Sequence[str], samples: Sequence[Samp
     chosen = range(0, len(texts), max(1, len(texts) // count))[:count]
     rows = [
         {"prompt": prompts[i].text, "response": texts[i], "label": prompts[i].label, "reward": samples[i].reward}
+        | ({"error": samples[i].error} if samples[i].error else {})
         for i in chosen
     ]
     return [Shown(row, replace(samples[i], routes=None, others=())) for row, i in zip(rows, chosen, strict=True)]

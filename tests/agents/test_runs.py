@@ -64,7 +64,7 @@ def test_an_episode_that_hangs_or_fails_is_unscored_alone(checkpoint: Path, tmp_
     [row] = trained(rows)
     assert row["reward/unscored_fraction"] == pytest.approx(5 / 7)
     assert row["agent/failed_episodes"] == 10
-    errors = [sample["response"].rpartition("[--environment: ")[2] for sample in shown[:10:2]]
+    errors = [sample["error"].removeprefix("--environment: ") for sample in shown[:10:2]]
     assert errors[0].startswith("the episode did not end within --environment-timeout 2 s")
     assert errors[1].startswith("the episode did not end within --environment-timeout 2 s")
     assert errors[2].startswith("the agent made no model call")

@@ -52,6 +52,7 @@ class RunData:
                 values.append(row[name])
         for sample in samples:
             self._num_samples += 1
+            sample.pop("error", None)  # a page is shared
             shown = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in sample.items()}
             self._shown.append({"id": self._num_samples, **shown})
         is_new = self._read_config()

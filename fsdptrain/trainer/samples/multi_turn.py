@@ -157,7 +157,7 @@ class MultiTurn:
             return GenerationRound(
                 samples=[_sample(*row) for row in zip(episodes, results.results, strict=True)],
                 prompts=[episode.prompt for episode in episodes],
-                texts=[self._text(episode) for episode in episodes],
+                texts=[str(self.tokenizer.decode(episode.token_ids)) for episode in episodes],
                 results=results,
             )
 
@@ -204,11 +204,6 @@ class MultiTurn:
             if isinstance(ended, Exception):
                 episode.fail(ended)
 
-    def _text(self, episode: Conversation) -> str:
-        """Decode all tokens after the prompt, and append the error if the episode failed."""
-        text = str(self.tokenizer.decode(episode.token_ids))
-        return f"{text}\n[{episode.error}]" if episode.error else text
-
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
     """Compute the environment seed of a prompt. All samples of the prompt share it; it is the same on every machine."""
@@ -236,6 +231,7 @@ def _sample(episode: Conversation, result: RewardResult) -> Sample:
         rollout_logprobs=[0.0] * num_prompt + episode.logprobs,
         reward=result.reward,
         rewards=result.rewards,
+        error=episode.error,
         policy_version=first,
         versions=[first] * num_prompt + episode.versions if several else None,
         truncated=episode.truncated,

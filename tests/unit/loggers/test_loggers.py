@@ -29,8 +29,6 @@ LISTS, DICTS = (
 )
 SECRETS = {name: f"/home/me/sk-{number:02d}-secret" for number, name in enumerate([*TEXTS, *LISTS, *DICTS])}
 
-SHOWN = "r\n[the episode failed]"  # of a response with an error
-
 PROGRAM = """
 import sys
 from copy import deepcopy
@@ -51,8 +49,8 @@ loggers = build_loggers(
 for step in range(resumed + 1, resumed + 3):
     for logger in loggers:
         logger.log({"reward/mean": step / 10, "optim/grad_norm": float("inf")}, step)
-        text = "r\\n[--environment: OSError: no host\\n" + config.environment.environment_kwargs["url"] + "]"
-        logger.log_samples([{"set": "train", "response": text, "label": step, "reward": 1.0, "tokens": ["r"]}], step)
+        sample = {"set": "train", "response": "r", "label": step, "reward": 1.0, "tokens": ["r"]}
+        logger.log_samples([sample | {"error": config.environment.environment_kwargs["url"]}], step)
 for logger in loggers:
     logger.close()
 """
@@ -145,7 +143,7 @@ def test_runs_of_one_folder_share_a_trackio_database_with_metrics_and_samples(tm
     assert len(samples) == len(metrics)
     require_no_secret(tmp_path / "trackio")
     assert samples[0]["_type"] == "trackio.table"
-    assert samples[0]["_value"] == [{"set": "train", "response": SHOWN, "label": 1, "reward": 1.0}]
+    assert samples[0]["_value"] == [{"set": "train", "response": "r", "label": 1, "reward": 1.0}]
 
 
 @pytest.mark.matrix
@@ -157,7 +155,7 @@ def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path):
     assert len(tables) == 4
     table = json.loads(tables[0].read_text())
     assert table["columns"] == ["set", "response", "label", "reward"]
-    assert [row[:2] + row[3:] for row in table["data"]] == [["train", SHOWN, 1.0]]
+    assert [row[:2] + row[3:] for row in table["data"]] == [["train", "r", 1.0]]
     require_no_secret(tmp_path / "wandb")
     runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(runs) == 2

@@ -21,7 +21,7 @@ def log_steps(folder, steps, *, resumed_step=None, value=0.0):
     logger = JsonlLogger(RunInfo(folder, "p", "n", 10, resumed_step))
     for step in steps:
         logger.log({"reward/mean": value + step}, step)
-        logger.log_samples([{"set": "train", "response": f"{value} of {step}"}], step)
+        logger.log_samples([{"set": "train", "response": f"{value} of {step}", "error": "secret"}], step)
     logger.close()
 
 
@@ -59,6 +59,7 @@ def test_a_page_gets_what_is_new(tmp_path):
     second = payload(run, first["cursor"])
     assert second["curves"]["reward/mean"] == {"x": [1, 2], "y": [1, 2]}
     assert responses(second) == ["0.0 of 1", "0.0 of 2"]
+    assert "secret" not in json.dumps(second)
     assert payload(run, second["cursor"]) == {"cursor": second["cursor"]}
     log_steps(tmp_path, [3], resumed_step=2)
     third = payload(run, second["cursor"])

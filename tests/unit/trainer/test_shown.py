@@ -1,11 +1,13 @@
 """Rows of logged samples: every token has its own text and numbers."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from fsdptrain.trainer.shown import MOST_TOKENS, Shown, as_row, token_texts
-from fsdptrain.types import Sample
+from fsdptrain.trainer.shown import MOST_TOKENS, Shown, as_row, show, token_texts
+from fsdptrain.types import Prompt, Sample
 from tests.testing import tiny_tokenizer
 
 SAMPLE = Sample(
@@ -41,8 +43,9 @@ def test_a_decoder_that_drops_the_first_space_keeps_those_between_words():
     assert token_texts(tokenizer, [0, 1, 2, 0]) == ["the", " cat", "s", " the"]
 
 
-def test_tokens_of_an_environment_have_no_numbers():
-    row = as_row(Shown({"reward": 1.0}, SAMPLE), tiny_tokenizer(), 0.5)
+def test_tokens_of_an_environment_have_no_numbers_and_a_failed_episode_its_error():
+    row = as_row(show([Prompt("g", [1], "")], ["x"], [replace(SAMPLE, error="no host")], 1)[0], tiny_tokenizer(), 0.5)
+    assert row["error"] == "no host"
     assert row["rollout_logprobs"] == [-1.0, -2.0, None, -3.0]
     assert row["advantage"] == 0.5
 
