@@ -63,6 +63,7 @@ class JsonlLogger:
 
 
 def _open(path: Path) -> TextIO:
+    path.touch(mode=0o600 if path.name == "samples.jsonl" else 0o666)  # errors of episodes may hold secrets
     return path.open("a", encoding="utf-8", errors="replace", buffering=1)  # half a surrogate pair is no UTF-8
 
 
@@ -80,6 +81,7 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
         return _open(path)
     lines = lines_until(path, resumed_step)
     temporary = path.with_name(f".{path.name}.half")
+    temporary.touch(mode=path.stat().st_mode)
     temporary.write_text("".join(lines), encoding="utf-8")
     temporary.replace(path)  # atomic: after a kill, either the old or the new file exists
     return _open(path)

@@ -99,6 +99,7 @@ def test_config_yaml_holds_the_running_configuration_with_which_the_same_command
     assert trainer.config == running
     assert (options.rollout.engine, running.rollout.engine) == ("auto", "hf")
     assert load_recipe(tmp_path / "config.yaml") == running
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
     caplog.clear()
     assert Trainer(options, reward=vowels, dataset=ROWS).fit().step == 1
     assert "in place of" not in caplog.text

@@ -92,7 +92,7 @@ async def _all(works: Iterable[Awaitable[None]]) -> None:
 def _start(config: Config, checkpoint: Path, weights: Path, key: str, device: torch.device) -> list[ServerProcess]:
     request_batch_invariance(config, on_gpu=device.type == "cuda")
     folder = Path(config.run.output_dir) / "servers"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # logs show --rollout-engine-args
     python = config.section(VllmConfig).server_python or sys.executable
     arguments = server_arguments(config, checkpoint, on_gpu=device.type == "cuda")
     arguments += command_line(routes_options(config.section(RouterConfig).replay, device.type))

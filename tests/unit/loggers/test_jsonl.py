@@ -57,6 +57,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path, caplog):
     found = [(r["step"], r["x"]) for r in records(tmp_path / "metrics.jsonl")]
     assert found == [(s, 1.0 if s <= 3 else 2.0) for s in range(8)]
     assert [r["step"] for r in records(tmp_path / "samples.jsonl")] == [s for s in range(8) for _ in range(2)]
+    assert (tmp_path / "samples.jsonl").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_broken_line_is_dropped_on_resume_and_named(tmp_path, caplog):

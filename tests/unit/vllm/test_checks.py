@@ -65,7 +65,7 @@ def test_options_become_flags_of_vllm_and_some_are_reserved(tmp_path):
     expected = "--max-num-seqs 8 --no-enable-prefix-caching --async-scheduling --override-neuron-config {}"
     assert expected in " ".join(flags)
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
-    for name in ("logprobs_mode", "host", "worker_extension_cls"):
+    for name in ("logprobs_mode", "host", "worker_extension_cls", "hf_token"):
         with pytest.raises(ConfigError, match=f"--rollout-engine-args {name}: .*remove it"):
             server_arguments(config(rollout_num_servers=1, rollout_engine_args={name: "x"}), model, on_gpu=True)
 

@@ -112,7 +112,7 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _api_key(monkeypatch) -> None:
-    monkeypatch.setenv("ROLLOUT_API_KEY", cases.KEY)
+    monkeypatch.setenv("ROLLOUT_API_KEY", cases.KEY + "\n")
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

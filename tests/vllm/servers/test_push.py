@@ -99,7 +99,7 @@ def test_a_server_that_was_started_otherwise_is_refused_with_the_flags_that_it_l
 
 
 def test_the_key_is_in_no_file_of_the_run_and_in_no_error(models, urls, alone, tmp_path, monkeypatch):
-    monkeypatch.setenv("ROLLOUT_API_KEY", "another key")
+    monkeypatch.setenv("ROLLOUT_API_KEY", "another key\n")
     with pytest.raises(ConfigError) as caught:
         build(cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path)))
     assert "another key" not in str(caught.value)

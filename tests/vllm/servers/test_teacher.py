@@ -45,7 +45,7 @@ def config_of(model: Path, url: str, **options: Any) -> Config:
 
 def test_its_scores_are_those_of_the_model(models, url: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path = models["untied"].first
-    monkeypatch.setenv(ENV, cases.KEY)
+    monkeypatch.setenv(ENV, cases.KEY + "\n")
     config = config_of(path, url, opd_loss="jsd", opd_top_k=4)
     teacher = ServerTeacher(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
     pack = plain_batch(SEGMENTS, device=torch.device("cpu"))
