@@ -150,6 +150,16 @@ class Sample:
     def sequences(self) -> tuple[Sample, ...]:
         return (self, *self.others)
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the model generated, in all sequences."""
+        return sum(sum(sequence.loss_mask) for sequence in self.sequences)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any sequence hit a limit."""
+        return any(sequence.truncated for sequence in self.sequences)
+
 
 @dataclass(frozen=True)
 class PackedBatch:

@@ -34,7 +34,7 @@ def assign_advantages(samples: Sequence[Sample], rule: AdvantageRule) -> list[Sa
     assigned = list(samples)
     for indices in groups_with_rewards(samples):
         rewards = [_reward(samples[index]) for index in indices]
-        lengths = [sum(sum(s.loss_mask) for s in samples[index].sequences) for index in indices]
+        lengths = [samples[index].num_generated for index in indices]
         advantages = rule.estimate(rewards, lengths)
         if rule.scale == "group":
             advantages = divide_by_group_std(advantages, rewards)

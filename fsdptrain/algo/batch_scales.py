@@ -32,7 +32,7 @@ def whiten_tokens(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sa
     Gives mean 0 and variance 1, weighting each sample by its number of tokens. For groups too small for their own std.
     """
     scored = [sample for sample in samples if sample.reward is not None]
-    lengths = [sum(sum(s.loss_mask) for s in sample.sequences) for sample in scored]
+    lengths = [sample.num_generated for sample in scored]
     mean, std = _mean_and_std([sample.advantage for sample in scored], lengths, reduce_sums)
     scale = math.sqrt(std * std + VARIANCE_EPSILON)
     return _with_advantages(samples, lambda advantage: (advantage - mean) / scale)

@@ -155,7 +155,7 @@ class FSDPBackend:
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | of_features
-        return metrics | self._optimizer.end_step(norm_value, finite=finite)
+        return metrics | self._optimizer.end_step(norm_value, finite=finite, kl=metrics.get("loss/kl", 0.0))
 
     def hf_weights(self, naming: "Naming" = "hub") -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors in the compute dtype on the device, layer by layer.

@@ -145,7 +145,7 @@ class Optimizer:
         self.num_updates += 1
         self.num_failed = 0
 
-    def skip(self) -> None:
+    def skip(self, cause: str = "") -> None:
         """Drop the gradients. Raises NumericsError after more than MAX_SKIPPED unexplained skips in a row."""
         explained = self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
         self._finish()
@@ -154,7 +154,7 @@ class Optimizer:
         if self.num_failed > MAX_SKIPPED:
             raise NumericsError(
                 f"gradients were not finite in {self.num_failed} optimizer steps in a row: lower --lr or --clip-grad, "
-                "or compute with --no-bf16"
+                f"or compute with --no-bf16{cause}"
             )
 
     def advance_without_update(self) -> Metrics:
@@ -164,14 +164,17 @@ class Optimizer:
         self.num_updates += 1
         return metrics
 
-    def end_step(self, norm: float, *, finite: bool) -> Metrics:
-        """Call `step` if the gradients are finite on every rank, else `skip`. Returns the metrics of the step."""
+    def end_step(self, norm: float, *, finite: bool, kl: float = 0.0) -> Metrics:
+        """Call `step` if the gradients are finite on every rank, else `skip`. Returns the metrics of the step.
+
+        kl: loss/kl, for messages
+        """
         metrics = {"optim/lr": self.lr}
         if finite:
             self.step()
             metrics["optim/grad_norm"] = norm
         else:
-            self.skip()
+            self.skip("" if math.isfinite(kl) else "; loss/kl is not finite: choose --kl-loss-type low_var_kl")
         return metrics | {"optim/skipped_steps": float(self.num_skipped)}
 
     def _finish(self) -> None:

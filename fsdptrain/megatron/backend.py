@@ -147,9 +147,8 @@ class MegatronBackend:
         if self._groups.pp.size() > 1:  # the last stage has the metrics; broadcast them for the logs
             sums.broadcast(self._groups.pp, src=self._groups.pp.size() - 1, device=self.device)
         metrics, norm, finite = sums.reduce(self._optimizer.clip())
-        metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | self._optimizer.end_step(
-            norm, finite=finite
-        )
+        metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens)
+        metrics |= self._optimizer.end_step(norm, finite=finite, kl=metrics.get("loss/kl", 0.0))
         if finite:
             self._masters.publish()
         return metrics

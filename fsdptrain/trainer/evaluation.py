@@ -80,8 +80,8 @@ def evaluation_metrics(
     per_sample = {
         "accuracy": sum(correct),
         "reward_mean": math.fsum(reward for reward in rewards if reward is not None),
-        "length_mean": sum(sum(sample.loss_mask) for sample in samples),
-        "truncated": sum(sample.truncated for sample in samples),
+        "length_mean": sum(sample.num_generated for sample in samples),
+        "truncated": sum(sample.is_cut for sample in samples),
         "unscored": sum(reward is None for reward in rewards),
     }
     per_prompt = {f"pass@{k}": math.fsum(pass_at_k(num_samples, c, k) for c in hits) for k in ks}

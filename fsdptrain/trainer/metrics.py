@@ -32,7 +32,7 @@ def sample_metrics(rollout_batch: RolloutBatch) -> Metrics:
     names = sorted({name for found in gather(own) for name in found})
     scored = [sample for sample in samples if sample.reward is not None]
     rewards = [sample.reward for sample in scored if sample.reward is not None]
-    lengths = [sum(sample.loss_mask) for sample in samples]
+    lengths = [sample.num_generated for sample in samples]
     equal, groups = zero_spread_groups(samples)
     total = reduce_sums(
         {
@@ -43,7 +43,7 @@ def sample_metrics(rollout_batch: RolloutBatch) -> Metrics:
             "groups": groups,
             "lengths": sum(lengths),
             "samples": len(samples),
-            "truncated": sum(sample.truncated for sample in samples),
+            "truncated": sum(sample.is_cut for sample in samples),
             "dropped": rollout_batch.num_dropped,
             "unscored": rollout_batch.results.num_unscored if rollout_batch.results else 0,
             "made": len(rollout_batch.results.results) if rollout_batch.results else 0,

@@ -9,9 +9,9 @@ from fsdptrain.types import Metrics, Sample
 
 def episode_metrics(samples: Sequence[Sample]) -> Metrics:
     """Compute episode/* over all ranks: turns of the model, and tokens from the environment."""
-    masks = [sample.loss_mask for sample in samples]
-    turns = [sum(now and not before for before, now in pairwise([False, *mask])) for mask in masks]
-    observed = [mask[mask.index(True) :].count(False) if True in mask else 0 for mask in masks]
+    masks = [[sequence.loss_mask for sequence in sample.sequences] for sample in samples]
+    turns = [sum(now and not before for mask in found for before, now in pairwise([False, *mask])) for found in masks]
+    observed = [mask[mask.index(True) :].count(False) for found in masks for mask in found if True in mask]
     total = reduce_sums(
         {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "observed": sum(observed)}
     )
@@ -36,7 +36,7 @@ def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
         for version, own in zip(row, sample.loss_mask, strict=True)
         if own
     ]
-    mixed = sum(sample.versions is not None for sample in samples)
+    mixed = sum(any(s.versions is not None for s in sample.sequences) for sample in samples)
     total = reduce_sums({"ages": sum(ages), "count": len(ages), "mixed": mixed})
     return {
         "staleness/mean": total["ages"] / max(1.0, total["count"]),

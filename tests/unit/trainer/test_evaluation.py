@@ -18,11 +18,11 @@ REWARDS = [[1.0, 0.0, 0.5, 0.0], [1.0, 1.0 - 1e-9, 1.0, 1.0], [None, 0.0, 0.0, 0
 
 
 def samples_of(rewards=REWARDS):
-    """The k-th sample of a prompt has k + 1 tokens of the model among others; the last one was cut short."""
+    """The k-th sample of a prompt has k + 1 tokens of the model in two sequences; the last one was cut short."""
     for group, row in enumerate(rewards):
         for k, reward in enumerate(row):
-            mask = [False, *[True] * k, False, True]
-            yield Sample(str(group), [7] * len(mask), mask, [0.0] * len(mask), reward=reward, truncated=k == 3)
+            mask, other = [False, *[True] * k, False], Sample(str(group), [7], [True], [0.0], truncated=k == 3)
+            yield Sample(str(group), [7] * len(mask), mask, [0.0] * len(mask), reward=reward, others=(other,))
 
 
 def run(rewards=REWARDS):

@@ -9,16 +9,15 @@ from fsdptrain.types import Sample
 
 def test_reward_metrics_include_unscored_samples_of_all_groups() -> None:
     """Dynamic sampling has left out the two groups that were not scored; a detail is called as a metric of ours."""
-    kept = [
-        Sample("g", [1, 2], [False, True], [0.0] * 2, reward=r, rewards={"mean": 9.0, "math": r}) for r in (0.0, 1.0)
-    ]
+    of, other = ("g", [1, 2], [False, True], [0.0] * 2), Sample("g", [3], [True], [0.0])
+    kept = [Sample(*of, reward=r, rewards={"mean": 9.0, "math": r}, others=(other,)) for r in (0.0, 1.0)]
     results = RewardResults(
         [RewardResult(0.0), RewardResult(1.0), RewardResult(None), RewardResult(None)], 2, "no reason"
     )
     with platform.process_group(60):
         metrics = sample_metrics(RolloutBatch(kept, results=results))
     assert (metrics["reward/mean"], metrics["reward/math"]) == (0.5, 0.5)
-    assert metrics["reward/unscored_fraction"] == 0.5
+    assert (metrics["reward/unscored_fraction"], metrics["completion/length_mean"]) == (0.5, 2.0)
 
 
 def test_a_skipped_step_does_not_change_the_gradient_norm() -> None:
