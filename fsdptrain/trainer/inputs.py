@@ -65,15 +65,14 @@ def bind_inputs(
                 "files of --hf-checkpoint": _model(checkpoint),
             }
             if environment is not None:
-                agent = environment.environment
-                inputs["source of --environment"] = source_of(agent.function if isinstance(agent, Agent) else agent)
+                inputs["source of --environment"] = source_of(environment.environment)
             before = (folder.progress or {}).get("inputs", {})
             changed = [name for name, digest in inputs.items() if before.get(name, digest) != digest]
             if changed and config.run.resume not in ("auto", "never"):
                 log.warning("resumes with other inputs: %s", ", ".join(changed))
             elif changed:
                 since = f"since checkpoint {folder.checkpoint} was written, this has changed: {', '.join(changed)}"
-                fix = f"restore it, go on with it by --resume {folder.checkpoint}, or choose another --output-dir"
+                fix = f"restore it, continue with it by --resume {folder.checkpoint}, or choose another --output-dir"
                 raise CheckpointError(f"--resume: {since}; {fix}")
     return dataclasses.replace(folder, inputs=inputs)
 
@@ -124,6 +123,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def source_of(function: Any) -> str:
     """Digest the file that defines a function or the class of an object, and the user's modules that it imports."""
+    function = function.function if isinstance(function, Agent) else function
     if isinstance(function, partial):
         return _digest(source_of(function.func), function.args, function.keywords)
     module = getattr(function, "__module__", None) or type(function).__module__

@@ -1,7 +1,6 @@
 """A resumed run has the inputs of its checkpoint, or says which it has not."""
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fsdptrain import Config, Trainer
 from fsdptrain.config import DataConfig
@@ -20,11 +19,17 @@ from fsdptrain.data.rows import Row
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import CheckpointError
 from fsdptrain.trainer.inputs import digest_rows, held_out_content, source_of
+from fsdptrain.trainer.samples.environment import Agent
 from fsdptrain.types import Images, Prompt
 from tests.testing import save_tiny_checkpoint, tiny_run, write_rows
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(40)]
-REWARD = "from my_inputs_helper import MODULUS\n\ndef right(prompt, response):\n    return len(response) % MODULUS\n"
+CODE = {
+    "my_inputs_reward.py": "from my_inputs_helper import N\n\ndef right(prompt, text):\n    return len(text) % N\n",
+    "my_inputs_helper.py": "N = 3\n",
+    "my_inputs_game.py": "from fsdptrain.types import Turn\n\nclass Game:\n    def reset(self, prompt, seed):\n"
+    "        return 0\n\n    def step(self, state, response):\n        return Turn(done=True)\n",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,82 +42,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(folder: Path) -> None:
-    save_tiny_checkpoint(folder / "model")
-    (folder / "model" / "preprocessor_config.json").unlink(missing_ok=True)
+    for model in ("model", "reference"):
+        save_tiny_checkpoint(folder / model)
+    (folder / "model" / "preprocessor_config.json").write_text("{}")
     write_rows(folder / "rows.jsonl", ROWS)
-    (folder / "my_inputs_reward.py").write_text(REWARD)
-    (folder / "my_inputs_helper.py").write_text("MODULUS = 3\n")
+    for name, text in CODE.items():
+        (folder / name).write_text(text)
+        sys.modules.pop(name.removesuffix(".py"), None)
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
     importlib.invalidate_caches()
-    for name in ("my_inputs_reward", "my_inputs_helper"):
-        sys.modules.pop(name, None)
 
 
 def config(folder: Path, **values: Any) -> Config:
     data = {"prompt_data": str(folder / "rows.jsonl"), "reward": ["my_inputs_reward:right"], "eval_size": 4}
+    data |= {"environment": "my_inputs_game:Game", "ref_load": str(folder / "reference"), "kl_loss_coef": 0.1}
     return tiny_run(folder / "model", folder / "run", **data, **values)
 
 
-def other_row(folder: Path) -> None:
-    lines = (folder / "rows.jsonl").read_text().splitlines()
-    lines[17] = json.dumps({"prompt": "say 17", "label": "18"})
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def other_order(folder: Path) -> None:
-    lines = (folder / "rows.jsonl").read_text().splitlines()
-    (folder / "rows.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
-
-
-def other_template(folder: Path) -> None:
-    path = folder / "model" / "chat_template.jinja"
-    path.write_text(path.read_text() + " ")
-
-
-def other_tokenizer(folder: Path) -> None:
-    path = folder / "model" / "tokenizer.json"
-    path.write_text(path.read_text().replace('"normalizer": null', '"normalizer": {"type": "NFC"}'))
-
-
-def other_reward(folder: Path) -> None:
-    (folder / "my_inputs_reward.py").write_text(REWARD.replace("%", "//"))
-
-
-def other_module_of_the_reward(folder: Path) -> None:
-    (folder / "my_inputs_helper.py").write_text("MODULUS = 5\n")
-
-
-def other_processor(folder: Path) -> None:
-    (folder / "model" / "preprocessor_config.json").write_text("{}")
-
-
-def other_weights(folder: Path) -> None:
-    path = sorted((folder / "model").glob("*.safetensors"))[0]
-    save_file({name: x + 1 for name, x in load_file(path).items()}, path, metadata={"format": "pt"})
+MODEL = "files of --hf-checkpoint"
+ROWS_FLAG = "rows of --prompt-data"
 
 
 @pytest.mark.parametrize(
-    ("change", "names"),
+    ("file", "change", "names"),
     [
-        (other_row, ["rows of --prompt-data"]),
-        (other_order, ["rows of --prompt-data", "held-out rows"]),
-        (other_template, ["chat template"]),
-        (other_tokenizer, ["tokenizer"]),
-        (other_reward, ["source of --reward"]),
-        (other_module_of_the_reward, ["source of --reward"]),
-        (other_processor, ["files of --hf-checkpoint"]),
-        (other_weights, ["files of --hf-checkpoint"]),
+        ("rows.jsonl", lambda old: old.replace(b'"17"}', b'"18"}'), [ROWS_FLAG]),
+        ("rows.jsonl", lambda old: b"".join(sorted(old.splitlines(keepends=True))), [ROWS_FLAG, "held-out rows"]),
+        ("model/chat_template.jinja", lambda old: old + b" ", ["chat template"]),
+        ("model/tokenizer.json", lambda old: old.replace(b'r": null', b'r": {"type": "NFC"}', 1), ["tokenizer"]),
+        ("my_inputs_reward.py", lambda old: old.replace(b"%", b"//"), ["source of --reward"]),
+        ("my_inputs_helper.py", lambda old: b"N = 5\n", ["source of --reward"]),
+        ("my_inputs_game.py", lambda old: old.replace(b"0", b"1"), ["source of --environment"]),
+        ("reference/config.json", lambda old: old + b" ", ["files of --ref-load"]),
+        ("model/preprocessor_config.json", lambda old: old + b" ", [MODEL]),
+        ("model/model-00001-of-00002.safetensors", lambda old: old[:-1] + b"?", [MODEL]),
     ],
 )
 def test_a_resume_with_another_input_names_it_and_a_named_checkpoint_goes_on(
-    folder: Path, change: Callable[[Path], None], names: list[str], caplog: pytest.LogCaptureFixture
+    folder: Path, file: str, change: Callable[[bytes], bytes], names: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     write(folder)
-    change(folder)
+    (folder / file).write_bytes(change((folder / file).read_bytes()))
     with pytest.raises(CheckpointError, match="this has changed: ") as caught:
         Trainer(config(folder, num_rollout=2)).fit()
     checkpoint = folder / "run" / "checkpoints" / "step_00000001"
-    assert f"this has changed: {', '.join(names)}; restore it, go on with it by --resume {checkpoint}" in str(
+    assert f"this has changed: {', '.join(names)}; restore it, continue with it by --resume {checkpoint}" in str(
         caught.value
     )
     with Trainer(config(folder, num_rollout=2, resume=str(checkpoint))) as trainer:
@@ -140,15 +114,16 @@ def test_an_image_is_its_content_not_its_name(tmp_path: Path) -> None:
     assert read[0] == read[2] != read[1]
 
 
-def test_a_partial_reward_is_its_function_and_arguments() -> None:
+def test_a_partial_reward_is_its_function_and_arguments_and_an_agent_its_function() -> None:
     functions = [partial(test_an_image_is_its_content_not_its_name, 1), partial(load_file, 1), partial(load_file, 2)]
     assert len({source_of(function) for function in functions}) == 3
-    assert source_of(functions[1]) == source_of(partial(load_file, 1))
+    assert source_of(functions[1]) == source_of(partial(load_file, 1)) == source_of(Agent(functions[1]))
 
 
 def test_metadata_of_any_type_is_digested_by_all_its_values() -> None:
-    values: list[Any] = [{1: "a", "b": 2}, {1: "a", "b": 3}, {(1, 2): {3}}, None, [None]]
-    values += [np.arange(10_000), np.arange(10_000).clip(1), torch.zeros(5000), torch.zeros(5001), np.int64(1), 1]
+    values: list[Any] = [{1: "a", "b": 2}, {1: "a", "b": 3}, {2: "a", "b": 2}, {(1, 2): {3}}, {(1, 2): {4}}, None]
+    values += [[None], np.arange(10_000), np.arange(10_000, dtype=np.int32), np.arange(10_000).clip(1)]
+    values += [torch.zeros(5000), torch.zeros(5001), np.int64(1), 1]
     digests = [digest_rows([Row("0", "x", metadata={"value": value})]) for value in values]
     assert len(set(digests)) == len(values)
     assert digests == [digest_rows([Row("0", "x", metadata={"value": deepcopy(value)})]) for value in values]

@@ -98,7 +98,7 @@ class ListLogger:
 
 
 def log_for_real(name, folder, *, resumed=0):
-    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_HOST": SECRETS["resume"], "PYTHONPATH": os.getcwd()}
     environment.pop("TRACKIO_DIR", None)
     command = [sys.executable, "-c", PROGRAM, name, str(folder), str(resumed)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
@@ -124,7 +124,7 @@ def test_a_custom_logger_gets_the_run_info(tmp_path):
 
 
 def test_an_unknown_logger_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="--log-to does not know 'wand'; did you mean 'wandb'"):
+    with pytest.raises(ConfigError, match="--log-to: unknown name 'wand'; did you mean 'wandb'"):
         build_loggers(LogConfig(to=["wand"]), tmp_path, total_steps=1)
 
 
