@@ -60,7 +60,7 @@ def resolve(
         if call is not None:
             check_call(attribute, call, where=f"{flag} {name}")
             if inspect.iscoroutinefunction(attribute):
-                raise ConfigError(f"{flag} {name} is async, and nothing awaits its result: make it a function")
+                raise ConfigError(f"{flag} {name} is async, but its result is never awaited: define it without async")
         return attribute
     installed = _plugins(plugins) if plugins else {}
     if name in installed:
@@ -97,7 +97,7 @@ def import_attribute(path: str, *, flag: str) -> Any:
         return getattr(module, attribute)
     except (ImportError, AttributeError, FileNotFoundError) as error:
         raise ConfigError(
-            f"{flag} {path}: {error}; it is package.module:attribute, importable from here, or folder/file.py:attribute"
+            f"{flag} {path}: {error}; use package.module:attribute, importable from here, or folder/file.py:attribute"
         ) from error
     except (Exception, SystemExit) as error:  # user code may raise anything
         raise ConfigError(f"{flag} {path} cannot be imported: {describe(error)}") from error
@@ -114,7 +114,7 @@ def check_call(function: Any, call: Callable[[Any], Any], *, where: str) -> None
     try:
         call(signature.bind)
     except TypeError as error:
-        raise ConfigError(f"{where} takes {signature}, which does not fit its calls: {error}") from error
+        raise ConfigError(f"{where} has the signature {signature}, which does not match its calls: {error}") from error
 
 
 def suggest(name: str, known: Mapping[str, object] | list[str], *, cutoff: float = 0.75) -> str:
@@ -124,13 +124,13 @@ def suggest(name: str, known: Mapping[str, object] | list[str], *, cutoff: float
 
 
 def unknown_name(flag: str, name: str, known: Iterable[str], path: str = "package.module:function") -> str:
-    """Return the line for a value of `flag` that is none of `known`. path: form of the names outside of the package."""
+    """Return the error line for an unknown value of `flag`. path: form of names outside the package."""
     names = ", ".join(known)
-    return f"{flag} does not know {name!r}{suggest(name, list(known))} (it takes {names}{' or ' * bool(names)}{path})"
+    return f"{flag}: unknown name {name!r}{suggest(name, list(known))} (use {names}{' or ' * bool(names)}{path})"
 
 
 def misnamed(flag: str, name: str, known: Iterable[str], plugins: str) -> list[str]:
-    """Return a line if `name` is none of `known`, no plug-in of the kind `plugins`, and no package.module:name."""
+    """Return an error line unless `name` is in `known`, a plug-in of kind `plugins`, or `package.module:name`."""
     if ":" in name or name in (known := [*known, *plugin_names(plugins)]):
         return []
     return [unknown_name(flag, name, known, "package.module:name")]

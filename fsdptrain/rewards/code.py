@@ -41,7 +41,7 @@ def code(prompt: Prompt, response: str) -> Mapping[str, float] | None:
 
     The code is the last fenced block (of those marked as Python, if any), else the answer in its tags. The label is
     Python code with asserts, a list of such codes, [{"input": ..., "output": ...}, ...], or
-    {"inputs": [...], "outputs": [...]}, also as JSON. Raises RewardError for another label.
+    {"inputs": [...], "outputs": [...]}, also as JSON. Raises RewardError for any other label.
     """
     if prompt.label is None:
         return None
@@ -56,7 +56,7 @@ def code(prompt: Prompt, response: str) -> Mapping[str, float] | None:
 
 
 def extract_code(response: str) -> str:
-    """Return the last closed block of Python, else the last unmarked one, else the answer; "" if there is none."""
+    """Return the last closed Python block, else the last unmarked block, else the answer, else ""."""
     blocks = [(language.lower(), text) for language, text in FENCED.findall(response)]
     marked = [text for language, text in blocks if language in PYTHON]
     found = marked or [text for language, text in blocks if not language]
@@ -117,7 +117,7 @@ def passes(program: str, test: Test, timeout: float) -> bool:
 def _run(
     arguments: Sequence[str], numbers: Sequence[int], timeout: float, *, cwd: str, stdin: Any, stdout: Any
 ) -> int | None:
-    """Return the exit code; None if the deadline was missed. No process of the group lives on."""
+    """Return the exit code, or None after the deadline. Kill all processes of the group."""
     process = subprocess.Popen(
         [sys.executable, *arguments, *(str(int(number)) for number in numbers)],
         cwd=cwd,

@@ -94,7 +94,7 @@ class ParallelReward:
             return ProcessPool(calls, num_workers)
         except CannotLoadError as error:
             fix = "define it in a module that can be imported to run it in processes"
-            line = "%s runs in the trainer, without --reward-timeout, because no other process can load it: %s; %s"
+            line = "%s runs in the trainer, without --reward-timeout, because other processes cannot load it: %s; %s"
             log.warning(line, calls.where, error, fix)
             return Direct(calls)
 
@@ -106,8 +106,8 @@ class ParallelReward:
     def check(self, prompts: Sequence[Prompt], *, call: bool) -> list[str]:
         """Check the signatures. With `call`, also call each custom reward on prompts and labels.
 
-        Returns a line for each reward that can score none of them. Raises ConfigError for a signature that does not fit
-        or a return value of a wrong type.
+        Returns a line for each reward that scores none of them. Raises ConfigError for a wrong signature or type of
+        return value.
         """
         lines: list[str] = []
         for runner in self._runners:
@@ -120,14 +120,14 @@ class ParallelReward:
             reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
             for text in reasons:
                 if WRONG in text and text.removeprefix("TypeError: ").startswith("the reward returned"):
-                    raise ConfigError(f"{runner.reward.where}, called with rows and their labels as responses: {text}")
+                    raise ConfigError(f"{runner.reward.where}, called with labels as responses: {text}")
             if len(reasons) == len(outcomes):
-                where = f"{runner.reward.where} scores none of {len(trials)} rows with their labels as responses"
+                where = f"{runner.reward.where} scored none of {len(trials)} labels, passed as responses"
                 lines.append(f"{where}: {reasons[0]}")
         return lines
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Score the samples, in order. An outcome is a text if its sample has no score. Raises RolloutError."""
+        """Score the samples, in order. The outcome of an unscored sample is a string. Raises RolloutError."""
         lost = LostTime(self._patience)
         outcomes: list[Outcome] = [""] * len(calls)
         parts: dict[int, list[RewardResult]] = {index: [] for index in range(len(calls))}
@@ -163,7 +163,7 @@ def _is_ours(function: "RewardFunction") -> bool:
 
 
 def build_parallel(config: Config, reward: WeightedSum) -> ParallelReward:
-    """Start the rewards with --reward-workers, --reward-timeout and a patience from --dist-timeout."""
+    """Start the rewards with --reward-workers, --reward-timeout and the limit that --dist-timeout sets."""
     patience, workers = config.reward_patience, config.reward.reward_workers
     data = (config.data.prompt_data, config.data.eval_prompt_data or config.data.prompt_data)
     is_compared = all(name.partition("?")[0] in COMPARED for name in data)

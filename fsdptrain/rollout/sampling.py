@@ -21,7 +21,7 @@ _MAX_ELEMENTS = 2**25  # logits that are sampled at once: 128 MiB for each float
 
 
 def uniform_stream(seed: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
-    """The first `count` uniform numbers in [0, 1) of one completion. (count,) f64
+    """Return the first `count` uniform numbers in [0, 1) of one completion. (count,) f64
 
     Philox, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by a
     hash of seed, prompt and sample: the same on every machine, and a longer stream starts with the shorter one.
@@ -32,7 +32,7 @@ def uniform_stream(seed: int, prompt_id: str, sample_index: int, count: int) -> 
 
 
 def sampling_params(config: Config, **changes: Any) -> SamplingParams:
-    """The sampling parameters of rollouts, with `changes`."""
+    """Return the sampling parameters of rollouts, updated with `changes`."""
     rollout = config.rollout
     values: dict[str, Any] = {
         "num_samples": config.algorithm.n_samples_per_prompt,
@@ -75,7 +75,7 @@ def _sample_rows(logits: Tensor, uniforms: Tensor, temperature: float, truncatio
 
 
 def restrict(logits: Tensor, truncation: Truncation) -> Tensor:
-    """`logits` [R, V], after temperature, with -inf for tokens that `truncation` excludes."""
+    """Set `logits` [R, V], after temperature, to -inf for tokens that `truncation` excludes."""
     if not truncation:
         return logits
     return logits.masked_fill(logits < smallest_kept(logits, truncation)[:, None], -torch.inf)
@@ -85,7 +85,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw tokens with probabilities proportional to `weights` [R, V] f32, from `uniforms` [R] f64. Returns [R] i64.
 
     Searches first for the block, then for the entry in it. Cumulative sums are float64; the sum of one block is
-    float32, as exact as `weights` (float64 takes ten times as long on a CPU). A token of weight 0 is never drawn.
+    float32, like `weights` (float64 is ten times slower on a CPU). A token of weight 0 is never drawn.
     """
     num_rows, vocab_size = weights.shape
     blocks = F.pad(weights, (0, -vocab_size % _BLOCK)).view(num_rows, -1, _BLOCK)
@@ -102,5 +102,5 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, limit: Tensor) -> Tensor:
-    """`target`, strictly below `limit`, which rounding may have reached."""
+    """Return `target`, lowered below `limit` if rounding reached it."""
     return torch.minimum(target, torch.nextafter(limit, torch.zeros_like(limit)))

@@ -57,7 +57,7 @@ def tell_changes(config: Config, checkpoint: Path, step: int) -> None:
     if learned and step >= config.run.num_rollout > 0:  # an evaluation has other options on purpose
         raise ConfigError(
             f"{checkpoint} is the end of a run of {step} rollouts, so {learned[0]} would have no effect: "
-            "choose another --output-dir, or a larger --num-rollout to go on"
+            "choose another --output-dir, or a larger --num-rollout to continue"
         )
     if any(changes.values()) and config.run.num_rollout:
         log.warning("resumes after step %d with %s", step, ", ".join(chain(*changes.values())))

@@ -87,7 +87,7 @@ def _refuse_used_folder(config: Config, folder: Path) -> None:
         )
     if config.run.resume == "never" and (folder / CONFIG_FILE).exists():
         raise ConfigError(
-            f"--output-dir {folder} holds a run already: choose another folder, or go on with it by --resume auto"
+            f"--output-dir {folder} holds a run already: choose another folder, or continue it by --resume auto"
         )
 
 

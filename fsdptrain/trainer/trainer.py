@@ -108,14 +108,14 @@ class Trainer:
         self._resources.__exit__(*error)
 
     def close(self) -> None:
-        """Free the model, the engine and the folder of an open run. Collective."""
+        """Close an open run: free the model and the engine, release the folder. Collective."""
         self.__exit__(None, None, None)
 
     def fit(self) -> RunResult:
-        """Train from the start, or from the newest checkpoint, to the end.
+        """Train to the end, from the start or the newest checkpoint.
 
-        The first Ctrl-C or SIGTERM ends training after the current step and saves a checkpoint; `stopped` of the result
-        then has the reason. A second Ctrl-C raises KeyboardInterrupt.
+        The first Ctrl-C or SIGTERM ends training after the current step and saves a checkpoint; `RunResult.stopped` is
+        the reason. A second Ctrl-C raises KeyboardInterrupt.
         """
         with naming_lost_ranks(), ExitStack() as stack:
             if self._loop is None:
@@ -143,7 +143,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Rollouts trained on so far. Opens the run."""
+        """Number of finished rollouts. Opens the run."""
         return self._opened().step
 
     @property
@@ -162,8 +162,8 @@ class Trainer:
     ) -> list[list[str]]:
         """Generate responses with the engine and the current weights. Opens the run. Collective.
 
-        prompts: one prompt or several; text, or messages of a conversation. They get the run's system prompt.
-        max_tokens, temperature: those of the rollouts by default.
+        prompts: one prompt or several, as text or messages. The system prompt of the run is added.
+        max_tokens, temperature: by default those of the rollouts.
         Returns `num_samples` texts per prompt, without the tokens that ended them.
         Raises ConfigError if the run has no engine.
         """
@@ -191,7 +191,7 @@ class Trainer:
     def stop(self, reason: str = "a callback") -> None:
         """End training after the current step, with an evaluation, a checkpoint and the exported model.
 
-        For callbacks; it suffices that one rank calls it.
+        For callbacks. One rank is enough.
         """
         self._stop.ask(reason)
 

@@ -49,14 +49,14 @@ def test_a_path_to_a_file_is_a_name(tmp_path, monkeypatch):
     assert describe(raised.value).endswith("(acme_rewards.py:4)")  # the line of the user, not of json
     resolve("acme_logger:AcmeLogger", {}, flag="--x")
     for other, reason in [("acme_logger", "another module is named acme_logger: rename"), ("acme_none", "No module")]:
-        with pytest.raises(ConfigError, match=f"{other}.py:right: {reason}.*; it is package.*, or folder/file.py:attr"):
+        with pytest.raises(ConfigError, match=f"{other}.py:right: {reason}.*; use package.*, or folder/file.py:attr"):
             resolve(f"{tmp_path}/{other}.py:right", {}, flag="--x")
 
 
 @pytest.mark.parametrize(
     ("name", "plugins", "line"),
     [
-        ("ones", None, r"--x does not know 'ones'; did you mean 'one'\? \(it takes one, two or package"),
+        ("ones", None, r"--x: unknown name 'ones'; did you mean 'one'\? \(use one, two or package"),
         ("math:pie", None, r"--x math:pie: .*no attribute 'pie'"),
         ("acme", "engines", r"^plug-in engines.acme = no_such_module:Engine cannot be loaded: No module"),
         ("exit", "losses", r"^plug-in losses.exit = acme_exit:loss cannot be loaded: SystemExit: 0 \(acme_exit.py:1\)"),
@@ -70,9 +70,9 @@ def test_a_name_that_does_not_resolve_is_one_line(name, plugins, line):
 
 
 def test_a_function_that_does_not_fit_its_calls_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--x os:getcwd takes \(\), which does not fit its calls"):
+    with pytest.raises(ConfigError, match=r"--x os:getcwd has the signature \(\), which does not match its calls"):
         resolve("os:getcwd", {}, flag="--x", call=lambda f: f("prompt", "text"))
-    with pytest.raises(ConfigError, match="--x asyncio:wait_for is async, and nothing awaits"):
+    with pytest.raises(ConfigError, match="--x asyncio:wait_for is async, but its result is never awaited"):
         resolve("asyncio:wait_for", {}, flag="--x", call=lambda f: f("prompt", "text"))
     with pytest.raises(ConfigError, match="--x os:sep is not a function"):
         resolve("os:sep", {}, flag="--x", call=lambda f: f("prompt", "text"))

@@ -1,4 +1,4 @@
-"""Build what makes samples: rewards, the sampler, builders of supervised samples, the source."""
+"""Build the parts that produce samples: rewards, the sampler, builders of supervised samples, the source."""
 
 import logging
 from collections.abc import Callable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TRIALS = 3  # rows with which rewards are called before the model is loaded
+_TRIALS = 3  # rows that rewards are tried on before the model is loaded
 
 # imported when a run has an agent
 AGENT_SAMPLER = registry.Table[Callable[..., Any]]({"agent": "fsdptrain.agents.sampler:build_agent_sampler"})
@@ -49,7 +49,7 @@ def open_rewards(
     environment: "LoadedEnvironment | None",
     stack: ExitStack,
 ) -> ParallelReward:
-    """Start the rewards. Rank 0 calls those of the user once. Raises ConfigError on all ranks. Collective."""
+    """Start the rewards. Rank 0 tries custom rewards once. Raises ConfigError on all ranks. Collective."""
     with raise_on_all_ranks(ConfigError, "--reward"):
         rewards = build_parallel(config, reward)
         stack.callback(rewards.close)
@@ -61,8 +61,8 @@ def open_rewards(
             episode = Episode((), None, done=True)
             prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]
         for line in rewards.check(prompts, call=dist.get_rank() == 0):
-            if environment is None and config.reward.max_unscored_fraction < 1.0:  # here no episode was played
-                raise ConfigError(f"{line}; mend it, or leave such samples out by --max-unscored-fraction 1")
+            if environment is None and config.reward.max_unscored_fraction < 1.0:  # no episode has run yet
+                raise ConfigError(f"{line}; fix it, or set --max-unscored-fraction 1 to leave such samples out")
             log.warning("%s", line)
     return rewards
 
@@ -171,7 +171,7 @@ def advantage_rule(config: Config) -> AdvantageRule:
     name = config.algorithm.advantage_estimator
     estimate = registry.resolve(name, ADVANTAGES, flag="--advantage-estimator", call=lambda f: f("rewards", "lengths"))
     if not callable(estimate):
-        raise ConfigError(f"--advantage-estimator {name} is not a function: it is (rewards, lengths) -> advantages")
+        raise ConfigError(f"--advantage-estimator {name} is not a function (rewards, lengths) -> advantages")
     if name not in ADVANTAGES:
         from fsdptrain.algo.estimators import user_estimator
 

@@ -68,12 +68,12 @@ class SftSource:
                 prompts = self.stream.next(missing)
                 for prompt in prompts:
                     self.stream.record(prompt)
-                made, skipped = build_samples(self.builder, own_share(prompts))
+                built, skipped = build_samples(self.builder, own_share(prompts))
             skipped = sum(gather(skipped), Refusals())
             in_a_row = in_a_row + skipped if skipped.counts.total() == missing else Refusals()
             if in_a_row.counts.total() >= MOST_UNUSABLE:
                 raise in_a_row.none_usable(f"--prompt-data {self.stream.data.prompt_data}")
-            samples, drawn, refused = samples + made, drawn + prompts, refused + skipped
+            samples, drawn, refused = samples + built, drawn + prompts, refused + skipped
         self._warn(refused)
         self.stream.num_too_long += refused.counts[LONG_PROMPT]
         unusable = refused.counts.total() - refused.counts[LONG_PROMPT] - refused.counts[OVERLONG]
@@ -112,8 +112,8 @@ def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
         [prompt] = stream.next(1)
         if stream.epoch:
             break
-        made, skipped = build_samples(builder, [prompt])
-        samples, refused = samples + made, refused + skipped
+        built, skipped = build_samples(builder, [prompt])
+        samples, refused = samples + built, refused + skipped
     if not samples:
         raise refused.none_usable(f"--prompt-data {stream.data.prompt_data}")
     stream.load_state_dict(state)

@@ -69,7 +69,7 @@ class VLLMServerEngine:
         self._run_id = run_id
         self._processes, self._folder = processes, folder
         self._has_weights = False  # nor during a sync
-        self._num_in_flight = Counter[str]()  # requests by URL; changed by the event loop alone
+        self._num_in_flight = Counter[str]()  # requests by URL; only the event loop changes it
         self._slots = asyncio.Semaphore(_max_connections(len(clients)))
         self._is_syncing = self._is_closed = False
         self._changed = threading.Condition()  # guards `_has_weights`, `_is_syncing` and `_is_closed`
@@ -90,7 +90,7 @@ class VLLMServerEngine:
             self.policy_version, self._has_weights = policy_version, True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
+        """Return `num_samples` completions per prompt, in the order of the prompts. Each request has another seed."""
         options = {"priority": -1} if self._keeps_requests else {}
         return self._generate(self._version(), prompts, sampling, **options)
 
@@ -104,7 +104,7 @@ class VLLMServerEngine:
         return self._generate(version, prompts, sampling)
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> dict[str, dict[str, int]]:
-        """By URL, of the servers that this rank reads: ranks share them."""
+        """Return checksums by URL. Ranks share the servers: each reads some of them."""
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         deadline = Deadline(self.response_timeout)
         return {
@@ -113,7 +113,7 @@ class VLLMServerEngine:
         }
 
     def sleep(self) -> None:
-        """Servers have their own devices and keep weights and cache."""
+        """Do nothing: servers use other devices and keep weights and cache."""
 
     def wake_up(self) -> None: ...
 
@@ -150,7 +150,7 @@ class VLLMServerEngine:
             return [], error
 
     async def _switch_all(self, files: Sequence[Path], tag: str) -> None:
-        """No server resumes before all hold the new weights."""
+        """Push to all servers, then resume all."""
         deadline = Deadline(self.response_timeout)
         await self._for_all(
             lambda client: push(
@@ -160,7 +160,7 @@ class VLLMServerEngine:
         await self._for_all(lambda client: client.post("/resume", timeout=deadline.left))
 
     async def _for_all(self, do: Callable[[VLLMClient], Any]) -> None:
-        """Wait for all servers at the same time, also after an error: no transfer may go on behind it."""
+        """Wait for all servers, also after an error, so that no transfer continues in the background."""
         results = await asyncio.gather(*map(do, self.clients), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:
@@ -174,7 +174,7 @@ class VLLMServerEngine:
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
-        """Requests in flight wait for the end; they fail if the caller did not set `_has_weights` again."""
+        """Hold requests within the context. They fail after it unless the caller sets `_has_weights` again."""
         with self._changed:
             self._has_weights, self._is_syncing = False, True
         try:
@@ -209,7 +209,7 @@ class VLLMServerEngine:
         return [task.result() for task in tasks]
 
     def _choose(self, prompt: Prompt) -> VLLMClient:
-        """The server with the fewest requests of this rank; among equals the same one for each call of an episode."""
+        """Return the server with the fewest requests of this rank; on ties, the same for all calls of an episode."""
         start = first_choice(prompt.id, len(self.clients))
         rotated = [*self.clients[start:], *self.clients[:start]]
         return min(rotated, key=lambda client: self._num_in_flight[client.url])
@@ -217,7 +217,7 @@ class VLLMServerEngine:
     async def _complete(
         self, client: VLLMClient, prompt: Prompt, body: dict[str, Any], version: int, with_routes: bool
     ) -> Completion:
-        """RolloutError if the answer has tokens of weights before `version`, or of another run."""
+        """Raises RolloutError if the answer has tokens of weights before `version`, or of another run."""
         async with self._slots:
             generation = await self._ask(client, body)
         for tag in sorted(set(generation.versions)):
@@ -239,7 +239,7 @@ class VLLMServerEngine:
         )
 
     async def _ask(self, client: VLLMClient, body: dict[str, Any]) -> Generation:
-        """RolloutError also if a server that has not answered for long does not answer a health check either."""
+        """Raises RolloutError also if a server that is silent for long fails a health check."""
         answer = asyncio.ensure_future(client.generate(body, timeout=self.request_timeout))
         try:
             while not (await asyncio.wait([answer], timeout=self.response_timeout))[0]:
@@ -252,7 +252,7 @@ class VLLMServerEngine:
 async def _read_checksums(
     client: VLLMClient, names: Collection[str], kind: ChecksumKind, deadline: Deadline
 ) -> dict[str, int]:
-    """Checksums of the engine's own layers; tensors that cannot be read are left out.
+    """Return checksums of the layers of the engine, without tensors that cannot be read.
 
     With pipeline parallelism each worker has other layers. Workers that share a tensor must agree: -1 if they do not.
     """
@@ -265,7 +265,7 @@ async def _read_checksums(
 
 
 def _max_connections(num_servers: int) -> int:
-    """How many connections this rank may open. Raises the soft limit of open files to the hard limit first."""
+    """Raise the soft limit of open files to the hard limit. Return how many connections this rank may open."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     wanted = _MAX_IN_FLIGHT * num_servers
@@ -273,5 +273,5 @@ def _max_connections(num_servers: int) -> int:
 
 
 def first_choice(prompt_id: str, num_servers: int) -> int:
-    """Return the same server for all calls of an episode, ROW@EPOCH#SAMPLE@CALL, and any for other episodes."""
+    """Return the index of a server, equal for all calls of an episode, ROW@EPOCH#SAMPLE@CALL."""
     return zlib.crc32((prompt_id.rpartition("@")[0] or prompt_id).encode()) % num_servers

@@ -98,7 +98,7 @@ def test_a_function_with_a_reserved_name_has_its_full_name(name, tmp_path, monke
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        (["maths"], "--reward does not know 'maths'; did you mean 'math'"),
+        (["maths"], "--reward: unknown name 'maths'; did you mean 'math'"),
         (["math=much"], "--reward math=much: the weight after = must be a number"),
         (["math=nan"], "must be a number"),
         (["math", "math=0.5"], "one or more different rewards"),

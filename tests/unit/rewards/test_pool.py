@@ -223,10 +223,10 @@ def test_a_reward_in_the_form_of_trl_gets_the_columns_of_all_samples(prompt: Any
     [
         (
             one_argument,
-            r"--reward tests.unit.rewards.user_rewards:one_argument takes \(response: str\).*which does not",
+            r"--reward tests.unit.rewards.user_rewards:one_argument has the signature \(response: str\).*does not",
         ),
         (of_trl, r"missing a required argument: 'answer'; the data has the columns question; write f\(prompt, resp"),
-        (list_for_one, r"list_for_one, called with rows and their labels as responses: TypeError"),
+        (list_for_one, r"list_for_one, called with labels as responses: TypeError"),
         (user_rewards, "is not a function"),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_reward_that_can_score_no_label_is_reported_by_one_rank() -> None:
         [line] = rewards.check([PROMPT], call=True)
     with pool(says_what_it_is_not, 0) as rewards:
         assert len(rewards.check([PROMPT], call=True)) == 1
-    assert line.startswith(f"{OBEDIENT} scores none of 1 rows with their labels as responses: ValueErr")
+    assert line.startswith(f"{OBEDIENT} scored none of 1 labels, passed as responses: ValueErr")
 
 
 @pytest.mark.parametrize("module", ["tests", "__main__"])
@@ -254,7 +254,9 @@ def test_a_closure_runs_in_this_process(module: str, caplog: pytest.LogCaptureFi
     closure.__module__ = module
     with pool(closure) as rewards:
         assert scores(rewards, ["1", "2"]) == [1.0, 1.0]
-    assert "closure runs in the trainer, without --reward-timeout, because no other process can load it" in caplog.text
+    assert (
+        "closure runs in the trainer, without --reward-timeout, because other processes cannot load it" in caplog.text
+    )
 
 
 def test_the_default_deadline_allows_three_hanging_calls() -> None:

@@ -49,7 +49,7 @@ def test_auto_takes_only_what_is_built(caplog):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hff", "--rollout-engine does not know 'hff'; did you mean 'hf'?"),
+        ("hff", "--rollout-engine: unknown name 'hff'; did you mean 'hf'?"),
         ("nowhere.engines:Engine", "--rollout-engine nowhere.engines:Engine: No module named 'nowhere'"),
     ],
 )

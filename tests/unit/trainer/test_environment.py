@@ -57,7 +57,7 @@ def test_environments_are_classes():
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("calculator", {}, "--environment does not know 'calculator' \\(it takes package.module:name\\)"),
+        ("calculator", {}, "--environment: unknown name 'calculator' \\(use package.module:name\\)"),
         ("nowhere:Thing", {}, "--environment nowhere:Thing: No module named 'nowhere'"),
         (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or an async"),
         (f"{HERE}:Countdown", {"turn": 1}, "cannot be made with --environment-kwargs .* unexpected keyword"),
