@@ -74,7 +74,7 @@ def require_no_secret(folder: Path) -> None:
     assert not [path for path in files if path.name == "requirements.txt"]
     for path in files:
         content = path.read_bytes()
-        for word in (*SECRETS.values(), "sys.argv", str(folder), str(Path(__file__).parents[3])):
+        for word in (*SECRETS.values(), "sys.argv", "program.py", str(folder), str(Path(__file__).parents[3])):
             assert word.encode() not in content, (path, word)
 
 
@@ -100,7 +100,9 @@ class ListLogger:
 def log_for_real(name, folder, *, resumed=0):
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_HOST": SECRETS["resume"], "PYTHONPATH": os.getcwd()}
     environment.pop("TRACKIO_DIR", None)
-    command = [sys.executable, "-c", PROGRAM, name, str(folder), str(resumed)]
+    folder.mkdir(exist_ok=True)
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(folder / "program.py"), name, str(folder), str(resumed)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
 
 
