@@ -26,8 +26,8 @@ from fsdptrain.config.recipe import read_recipe
 from fsdptrain.data.sources import load_rows
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.launch.failures import failure_of
+from fsdptrain.loggers import RunInfo
 from fsdptrain.loggers.jsonl import JsonlLogger
-from fsdptrain.loggers.run_info import RunInfo
 from fsdptrain.model.loading.files import weight_files
 from fsdptrain.model.loading.meta import model_config
 from fsdptrain.rollout.stop_tokens import stop_tokens

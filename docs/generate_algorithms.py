@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.algo.advantages import ADVANTAGES, divide_by_group_std
-from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
+from fsdptrain.algo.estimators import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.algo.objective import off_policy_sequences
+from fsdptrain.algo.sequences import off_policy_sequences
 from fsdptrain.algo.shaping import overlong, without_truncated
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig

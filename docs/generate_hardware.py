@@ -20,8 +20,15 @@ from fsdptrain.config import Config  # noqa: E402
 from fsdptrain.config.checks import check_world_size  # noqa: E402
 from fsdptrain.config.recipe import load_recipe  # noqa: E402
 from fsdptrain.megatron.config import MegatronConfig  # noqa: E402
-from fsdptrain.memory.estimate import GIB, MARGIN, Machine, compute_bytes, estimate, with_margin  # noqa: E402
-from fsdptrain.model.structure import count_parameters  # noqa: E402
+from fsdptrain.memory.estimate import (  # noqa: E402
+    GIB,
+    MARGIN,
+    Machine,
+    compute_bytes,
+    count_parameters,
+    estimate,
+    with_margin,
+)
 from fsdptrain.tools.inspect.inspection import meta_model  # noqa: E402
 from fsdptrain.vllm.config import VllmConfig  # noqa: E402
 from tests.recipe_headers import RECIPES, Header, read_header  # noqa: E402
@@ -121,7 +128,7 @@ def _megatron(config: Config, model: PreTrainedModel, ranks: int) -> Need:
     """Bytes per parameter: 2 + 4 + 12 / D in bfloat16, D data-parallel ranks. Experts are on one of E ranks."""
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     size = config.section(MegatronConfig).expert_parallel
-    total = count_parameters(model).total
+    total, _ = count_parameters(model)
     others = total - experts
     state = others * (6 + 12 / ranks) + experts / size * (6 + 12 / (ranks // size))
     options = config.section(VllmConfig)

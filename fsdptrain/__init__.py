@@ -11,17 +11,19 @@ if TYPE_CHECKING:
     from fsdptrain.config import Config
     from fsdptrain.config.recipe import load_recipe
     from fsdptrain.errors import FsdptrainError
-    from fsdptrain.trainer import Callback, RunResult, Trainer
+    from fsdptrain.trainer.callbacks import Callback
+    from fsdptrain.trainer.result import RunResult
+    from fsdptrain.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "Config", "FsdptrainError", "RunResult", "Trainer", "load_recipe"]
 
 _HOME = {
-    "Callback": "fsdptrain.trainer",
+    "Callback": "fsdptrain.trainer.callbacks",
     "Config": "fsdptrain.config",
     "FsdptrainError": "fsdptrain.errors",
-    "RunResult": "fsdptrain.trainer",
-    "Trainer": "fsdptrain.trainer",
+    "RunResult": "fsdptrain.trainer.result",
+    "Trainer": "fsdptrain.trainer.trainer",
     "load_recipe": "fsdptrain.config.recipe",
 }
 # transformers imports torchao, and peft bitsandbytes, wherever they are installed; each warns of kernels that it lacks

@@ -16,7 +16,8 @@ from fsdptrain.config.flags import Resolved
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.written import to_yaml
 from fsdptrain.data.sources import GENERATOR, open_rows
-from fsdptrain.launch.inputs import check_inputs, data_names, image_key
+from fsdptrain.launch.data_files import image_key
+from fsdptrain.launch.inputs import check_inputs, data_names
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
 

@@ -8,17 +8,14 @@ A package registers a plug-in as an entry point named `<kind>.<name>` in the gro
 
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdptrain.errors import ConfigError, describe
+from fsdptrain.errors import ConfigError
 
 T = TypeVar("T")
 _GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("given", default={})  # noqa: B039  # never changed
@@ -47,7 +44,7 @@ class Table(Mapping[str, T]):
 def resolve(
     name: str, table: Mapping[str, T], *, flag: str, plugins: str = "", call: Callable[[Any], Any] | None = None
 ) -> T:
-    """Return the entry of `table`, the attribute of `import_attribute`, or the plug-in of kind `plugins`.
+    """Return the entry of `table`, the attribute `package.module:name`, or the plug-in of kind `plugins`.
 
     call: how an attribute will be called, for example `lambda f: f(prompt, text)`: its signature must allow that.
 
@@ -56,7 +53,7 @@ def resolve(
     if name in table:
         return table[name]
     if ":" in name:
-        attribute = import_attribute(name, flag=flag)
+        attribute = _attribute(name, flag)
         if call is not None:
             check_call(attribute, call, where=f"{flag} {name}")
             if inspect.iscoroutinefunction(attribute):
@@ -68,39 +65,22 @@ def resolve(
     raise ConfigError(unknown_name(flag, name, [*table, *installed], "package.module:name"))
 
 
+def _attribute(path: str, flag: str) -> Any:
+    if path in _GIVEN.get():
+        return _GIVEN.get()[path]
+    from fsdptrain.user_code import import_attribute
+
+    return import_attribute(path, flag=flag)
+
+
 @contextmanager
 def given_objects(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Within the context, `import_attribute` returns the `objects` of these paths `module:name` without an import."""
+    """Within the context, `resolve` returns the `objects` of these paths `module:name` without an import."""
     token = _GIVEN.set(objects)
     try:
         yield
     finally:
         _GIVEN.reset(token)
-
-
-def import_attribute(path: str, *, flag: str) -> Any:
-    """Import `package.module:attribute` or `folder/file.py:attribute`.
-
-    The current directory and the file's folder are on the import path; the module has the file's name.
-    """
-    if path in _GIVEN.get():
-        return _GIVEN.get()[path]
-    name, _, attribute = path.rpartition(":")
-    file = Path(name).resolve() if name.endswith(".py") else None
-    folder = str(file.parent) if file else os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # console scripts do not add the current directory; `python -m` does
-    try:
-        module = importlib.import_module(file.stem if file else name)
-        if file and not (module.__file__ and file.samefile(module.__file__)):
-            raise ImportError(f"another module is named {file.stem}: rename the file")
-        return getattr(module, attribute)
-    except (ImportError, AttributeError, FileNotFoundError) as error:
-        raise ConfigError(
-            f"{flag} {path}: {error}; use package.module:attribute, importable from here, or folder/file.py:attribute"
-        ) from error
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        raise ConfigError(f"{flag} {path} cannot be imported: {describe(error)}") from error
 
 
 def check_call(function: Any, call: Callable[[Any], Any], *, where: str) -> None:
@@ -152,10 +132,6 @@ def _plugins(kind: str) -> dict[str, EntryPoint]:
 
 
 def _load(point: EntryPoint) -> Any:
-    try:
-        return point.load()
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        reason = error if isinstance(error, ImportError | AttributeError) else describe(error)
-        raise ConfigError(
-            f"plug-in {point.name} = {point.value} cannot be loaded: {reason}; fix or uninstall it"
-        ) from error
+    from fsdptrain.user_code import load_plugin
+
+    return load_plugin(point)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from fsdptrain.config.algorithm import AlgorithmConfig as LossConfig  # what losses read of the configuration
 from fsdptrain.errors import RolloutError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fsdptrain.config import RolloutConfig
     from fsdptrain.data.packing.prefixes import SharedPrefixes
 
 FinishReason = Literal["stop", "length"]
@@ -80,6 +81,26 @@ class Episode:
     messages: Sequence[Message]  # messages after the prompt: model responses and observations
     reward: Mapping[str, float] | None  # environment reward: named parts and "reward"; None: no reward given
     done: bool  # ended by the environment, not by a limit
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Options of truncated sampling. The defaults keep the whole vocabulary."""
+
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Self:
+        """Return the truncation that the engine uses in training."""
+        return cls(rollout.top_p, rollout.top_k or -1, rollout.min_p)
+
+    def __bool__(self) -> bool:
+        return self != UNTRUNCATED
+
+
+UNTRUNCATED = Truncation()
 
 
 @dataclass(frozen=True)

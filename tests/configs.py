@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.loading.meta import model_from_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 

@@ -31,7 +31,7 @@ from fsdptrain.protocols import Naming
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 # Modules that the fork server imports once. Forked ranks and commands inherit them.
-_PRELOADED = ("tests.no_context", "tests.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify")
+_PRELOADED = ("tests.no_context", "tests.testing", "fsdptrain.trainer.trainer", "reasoning_gym", "math_verify")
 PRELOAD = "FSDPTRAIN_TEST_PRELOAD"  # environment variable: additional modules, separated by spaces
 
 CHAT_TEMPLATE = (

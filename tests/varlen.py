@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdptrain.model.attention import attention
+from fsdptrain.model.attention import varlen
 
 
 def dense(
@@ -30,7 +30,7 @@ def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *limits: Any, scale: float, win
     """On [T, heads, width]. A window (W, 0) has W keys and the query's own."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0, "the flash kernels require multiples of 8"
-    assert gqa == ({"enable_gqa": True} if attention._VARLEN_HAS_GQA_FLAG else {})
+    assert gqa == ({"enable_gqa": True} if varlen._VARLEN_HAS_GQA_FLAG else {})
     (left, right), of_queries, of_keys = window_size, limits[0].tolist(), limits[1].tolist()
     assert right == 0
     assert limits[2:] == tuple(max(b - a for a, b in pairwise(ends)) for ends in (of_queries, of_keys))

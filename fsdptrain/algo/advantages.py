@@ -122,7 +122,7 @@ ADVANTAGES = Table[Estimate](
 )
 BATCH_SCALES = Table[Callable[[Sequence[Sample], ReduceSums], list[Sample]]](
     {
-        "batch": "fsdptrain.algo.batch_scales:divide_by_batch_std",
-        "whiten": "fsdptrain.algo.batch_scales:whiten_tokens",
+        "batch": f"{_ESTIMATORS}:divide_by_batch_std",
+        "whiten": f"{_ESTIMATORS}:whiten_tokens",
     }
 )

@@ -1,10 +1,10 @@
-"""Losses that clip the ratio of new to old policy: grpo and gspo."""
+"""The loss that clips the ratio of new to old policy: grpo."""
 
 import torch
 from torch import Tensor
 
 from fsdptrain.algo.objective import policy_loss
-from fsdptrain.algo.tokens import LossTokens, at_loss_tokens, clamped, sequence_mean, straight_through
+from fsdptrain.algo.tokens import LossTokens, at_loss_tokens
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
 
@@ -15,21 +15,10 @@ def grpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
     Strictly on-policy (`old_logprobs` None), r is 1 and has the gradient of l.
     """
     tokens = at_loss_tokens(batch, logprobs)
-    return _clipped_ratio(tokens, tokens.log_ratio, config)
+    return clipped_ratio(tokens, tokens.log_ratio, config)
 
 
-def gspo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """One ratio per sequence, clipped as in grpo (GSPO, arXiv 2507.18071).
-
-    s_i = exp(mean_t(l - lo)); r = s_i with the gradient of l (token form of the paper), then as grpo. With equal token
-    weights, the gradient equals the gradient of the sequence form.
-    """
-    tokens = at_loss_tokens(batch, logprobs)
-    mean = sequence_mean(tokens, (tokens.logprobs - tokens.old_logprobs).detach())
-    return _clipped_ratio(tokens, clamped(straight_through(tokens.logprobs, mean)), config)
-
-
-def _clipped_ratio(tokens: LossTokens, log_ratio: Tensor, config: LossConfig) -> LossOutput:
+def clipped_ratio(tokens: LossTokens, log_ratio: Tensor, config: LossConfig) -> LossOutput:
     """Compute PPO's pessimistic bound, with optional dual clip, for token or sequence ratios."""
     ratio = log_ratio.exp()
     low, high = 1 - config.eps_clip, 1 + config.clip_high

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.metrics import fraction_outside, mismatch
-from fsdptrain.algo.tokens import LossTokens, clamped, sequence_mean, sequence_sum
+from fsdptrain.algo.sequences import sequence_mean, sequence_sum
+from fsdptrain.algo.tokens import LossTokens, clamped
 from fsdptrain.types import LossConfig
 
 

@@ -12,12 +12,12 @@ from fsdptrain.registry import Table
 if TYPE_CHECKING:
     from fsdptrain.protocols import Loss
 
-_CLIPPED, _WEIGHTED = "fsdptrain.algo.clipped_losses", "fsdptrain.algo.weighted_losses"
+_WEIGHTED = "fsdptrain.algo.weighted_losses"
 
 LOSSES: "Table[Loss]" = Table(
     {
-        "grpo": f"{_CLIPPED}:grpo",
-        "gspo": f"{_CLIPPED}:gspo",
+        "grpo": "fsdptrain.algo.clipped_losses:grpo",
+        "gspo": "fsdptrain.algo.sequences:gspo",
         "cispo": f"{_WEIGHTED}:cispo",
         "sapo": f"{_WEIGHTED}:sapo",
         "prime_rl": f"{_WEIGHTED}:prime_rl",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.metrics import mismatch_metrics, policy_metrics
-from fsdptrain.algo.tokens import LossTokens, sequence_mean
+from fsdptrain.algo.tokens import LossTokens
 from fsdptrain.types import LossConfig, LossOutput
 
 
@@ -45,16 +45,12 @@ def policy_loss(
         policy, of_correction = corrected(tokens, policy, config)
         metrics |= of_correction
     if config.use_opsm:
+        from fsdptrain.algo.sequences import off_policy_sequences
+
         dropped = off_policy_sequences(tokens, config.opsm_delta)
         policy = torch.where(dropped, 0.0, policy)
         metrics["policy/opsm_fraction"] = (tokens.shares * dropped).sum()
     return total(tokens, policy, config, metrics)
-
-
-def off_policy_sequences(tokens: LossTokens, delta: float) -> Tensor:  # [M] bool
-    """OPSM: drop sequences with A < 0 and mean_t(lo - l) > delta (DeepSeek-V3.2, arXiv 2512.02556)."""
-    drift = sequence_mean(tokens, tokens.old_logprobs - tokens.logprobs.detach())
-    return (tokens.advantages < 0) & (drift > delta)
 
 
 def total(tokens: LossTokens, policy: Tensor, config: LossConfig, metrics: Mapping[str, Tensor]) -> LossOutput:

@@ -1,9 +1,4 @@
-"""Loss tokens of a pack and reductions over sequences.
-
-Losses are computed at `loss_positions` only ([M]), so values at other positions cannot affect the gradient. A sequence
-is never split over packs, so per-sequence quantities are segment reductions over `cu_seqlens`, on the device and
-without synchronization.
-"""
+"""Loss tokens of a pack: losses are computed at `loss_positions` only ([M]), so no other value affects the gradient."""
 
 from dataclasses import dataclass
 
@@ -60,25 +55,3 @@ def at_loss_tokens(batch: PackedBatch, logprobs: LogProbs) -> LossTokens:
 
 def clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def sequence_sum(tokens: LossTokens, values: Tensor) -> Tensor:
-    """Sum `values` over the loss tokens of each sequence, broadcast to its tokens. [M] -> [M]"""
-    counted = torch.where(tokens.mask, values, 0.0)
-    sums = counted.new_zeros(tokens.num_segments).index_add(0, tokens.segments, counted)
-    return sums[tokens.segments]
-
-
-def sequence_mean(tokens: LossTokens, values: Tensor) -> Tensor:
-    """Average `values` over the loss tokens of each sequence, broadcast to its tokens. [M] -> [M]"""
-    counts = sequence_sum(tokens, torch.ones_like(values))
-    return sequence_sum(tokens, values) / counts.clamp(min=1)  # 0 loss tokens in an empty pack
-
-
-def straight_through(values: Tensor, target: Tensor) -> Tensor:
-    """`target` in the forward pass, the gradient of `values` in the backward pass (straight-through). [M]
-
-    This is the token form of a sequence-level quantity in GSPO. If f(target) is summed over a sequence with equal
-    weights and `target` is the mean of `values`, the gradient equals that of the mean itself.
-    """
-    return values - values.detach() + target.detach()

@@ -1,7 +1,7 @@
-"""Sections of the data, the rewards and the environment."""
+"""Sections of the data, supervised or not, the rewards and the environment."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from fsdptrain.registry import misnamed
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
+LossOn = Literal["assistant", "last", "all"]
 _NO_PASS = "where nothing is evaluated: set --eval-interval, or remove it"
 
 
@@ -111,3 +112,19 @@ class EnvironmentConfig(Section):
     @property
     def has_episodes(self) -> bool:
         return bool(self.environment or self.environment_command)
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning: trained tokens."""
+
+    NAME = "sft"
+    PREFIX = "sft_"
+    RULES = (Requires("algorithm=sft"),)
+
+    loss_on: LossOn = "assistant"
+    """Tokens with a loss: those of all assistant turns, of the last one, or all tokens. Plain text: all."""
+
+
+def sft_options(config: "Config") -> SftConfig | None:
+    """Return the options of supervised data, if the run is supervised."""
+    return config.sft if config.algorithm.algorithm == "sft" else None

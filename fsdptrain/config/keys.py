@@ -11,13 +11,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
-from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
+from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig, SftConfig
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.rules import OnResume, Rule
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import Section
-from fsdptrain.config.sft import SftConfig
 from fsdptrain.errors import OPTIONS, ConfigError
 from fsdptrain.registry import load_plugins
 

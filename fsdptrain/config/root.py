@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from fsdptrain.config import checks
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
-from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
+from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig, SftConfig
 from fsdptrain.config.keys import all_keys, all_sections, build_sections, flatten
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_custom, preset_values
@@ -18,7 +18,6 @@ from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.rules import Condition, Fact, NoEffectError, RankGroup
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import STRICT, Section
-from fsdptrain.config.sft import SftConfig
 
 if TYPE_CHECKING:
     from fsdptrain.config.keywords import Keywords  # pyright: ignore[reportMissingModuleSource]  # keywords.pyi

@@ -136,3 +136,6 @@ COLUMN, EXPORT_CHOICE, NOT_EXPORTED = Mark.COLUMN, Mark.EXPORT_CHOICE, Mark.NOT_
 FSDP_ONLY = Excludes("backend=megatron")
 RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, e.g. grpo")
 NEEDS_KL = Requires("kl_loss_coef", fix="set it, e.g. to 0.001")
+WHOLE_VOCABULARY = Excludes(
+    "@is_truncated", reason="with --rollout-top-p, --rollout-top-k and --rollout-min-p: leave one of them out"
+)

@@ -1,7 +1,6 @@
 """Tokenized prompts from rows, and an infinite, seeded, resumable stream of them."""
 
 import hashlib
-import json
 import logging
 import re
 from collections import deque
@@ -331,27 +330,8 @@ def render_calls(messages: list[Message], render: Callable[[list[Message]], str]
 
     Tool arguments become JSON text if the template joins them to a text or writes a mapping as Python does.
     """
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    if not calls:
+    if not any(message.get("tool_calls") for message in messages):
         return messages, render(messages)
-    arguments = [call.get("function", call).get("arguments") for call in calls]
-    try:
-        text = render(messages)
-        if not any(isinstance(a, Mapping) and str(a) in text and json.dumps(a) not in text for a in arguments):
-            return messages, text
-    except DataError:
-        pass
-    messages = [_with_json_arguments(message) for message in messages]
-    return messages, render(messages)
+    from fsdptrain.data.tool_calls import render_tool_calls
 
-
-def _with_json_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-
-    def changed(call: Mapping[str, Any]) -> Mapping[str, Any]:
-        inner = call.get("function", call)
-        inner = {**inner, "arguments": json.dumps(inner.get("arguments", {}), ensure_ascii=False)}
-        return {**call, "function": inner} if "function" in call else inner
-
-    return {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+    return render_tool_calls(messages, render)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.sft import LossOn
+from fsdptrain.config.data import LossOn
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row

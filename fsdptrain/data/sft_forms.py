@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptrain.config import DataConfig
-from fsdptrain.config.sft import SftConfig
+from fsdptrain.config.data import SftConfig
 from fsdptrain.data.rows import Row
 from fsdptrain.data.tables import plain, refuse_template_kwargs, value_in, written_chat
 from fsdptrain.errors import ConfigError, DataError

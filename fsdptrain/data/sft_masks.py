@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.config import DataConfig
-from fsdptrain.config.sft import LossOn
+from fsdptrain.config.data import LossOn
 from fsdptrain.data.prompts import check_template, render_with_system, system_prompt_of
 from fsdptrain.data.sft_forms import WITH_TOOLS, Conversation, UnusableRowError, not_shown
 from fsdptrain.data.text import encoded, render_chat

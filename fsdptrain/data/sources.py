@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.sft import SftConfig, sft_options
+from fsdptrain.config.data import SftConfig, sft_options
 from fsdptrain.data.rows import Row, Rows
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest

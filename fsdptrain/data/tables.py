@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdptrain.config import DataConfig
-from fsdptrain.config.sft import SftConfig
+from fsdptrain.config.data import SftConfig
 from fsdptrain.data.images import as_images
 from fsdptrain.data.rows import Row, Rows
 from fsdptrain.data.sources import first_line

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -14,6 +13,7 @@ from fsdptrain.config.rules import (
     NOT_EXPORTED,
     RL_ONLY,
     TUNING,
+    WHOLE_VOCABULARY,
     Excludes,
     Fact,
     IdleWith,
@@ -124,7 +124,6 @@ _NOT_TESTED_SPLIT = Excludes(
     "lora_rank", "image_key", "compile", "offload_activations", "fp16", "fsdp_cpu_offload", "async_save",
 )  # fmt: skip
 _NOT_TESTED_WITH_TENSOR = Excludes("algorithm=sft", "router_replay")
-_TRUNCATED = "with --rollout-top-p, --rollout-top-k and --rollout-min-p: leave one of them out"
 
 
 class ModelParallelConfig(Section):
@@ -138,7 +137,7 @@ class ModelParallelConfig(Section):
         RankGroup("tensor"),
         _NOT_TESTED_SPLIT,
         _NOT_TESTED_WITH_TENSOR,
-        Excludes("@is_truncated", reason=_TRUNCATED),
+        WHOLE_VOCABULARY,
         Excludes("backend=megatron", fix="use --megatron-tensor-parallel"),
     ] = Field(default=1, ge=1)
     """Processes that share the work of every layer, by the transformers plan of the model: neighbors, within a node."""
@@ -242,6 +241,7 @@ class DistillationConfig(Section):
     teacher: Annotated[
         str | None,
         TUNING,
+    WHOLE_VOCABULARY,
         Excludes("image_key", fix="the teacher gets no images: leave one of them out"),
         Excludes("@is_truncated", reason="with truncated sampling, whose renormalized logprobs no teacher has: set "
                  "--rollout-top-p 1, --rollout-top-k and --rollout-min-p off"),
@@ -269,25 +269,10 @@ class DistillationConfig(Section):
         return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
 
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if self.teacher is None:
-            return
-        if self.is_server and "@" in urlsplit(self.teacher).netloc:
-            yield "--opd-teacher names a user in its URL: leave it out, and give a key by the variable TEACHER_API_KEY"
-        if self.is_server and config.rollout.temperature != 1.0:
-            yield (
-                f"--opd-teacher {self.teacher} gives logprobs at temperature 1, not at --rollout-temperature "
-                f"{config.rollout.temperature:g}: set that to 1, or use a checkpoint"
-            )
-        if not self.is_server and config.ranks_along("tensor") * config.ranks_along("experts") > 1:
-            yield (
-                f"--opd-teacher {self.teacher} is not split by --tensor-parallel-size and --expert-parallel-size: "
-                "leave these out, or serve the teacher by vLLM and give its URL"
-            )
-        if self.loss == "token" and config.algorithm.loss == "gspo":
-            yield (
-                "--opd-loss token gives each token an advantage, and --loss gspo has one ratio per sequence: use "
-                "--loss grpo, or --opd-loss jsd"
-            )
+        if self.teacher is not None:
+            from fsdptrain.features.distillation.checks import option_problems
+
+            yield from option_problems(self, config)
 
 
 _NOT_TESTED_WITH_FP8 = Excludes("lora_rank", "liger", "fp16", "tensor_parallel_size>1", "expert_parallel_size>1")

@@ -1,8 +1,8 @@
 """The training backend on PyTorch FSDP2: any transformers model, one process per device."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +23,12 @@ from fsdptrain.fsdp.mesh import build_meshes
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.optimizers import find_optimizer
-from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.policy import evaluating, policy_logprobs
 from fsdptrain.model.probes.head import check_backward, check_head
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
-from fsdptrain.model.structure import reshard
-from fsdptrain.model.truncation import Truncation
-from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
+from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch, Truncation
 
 if TYPE_CHECKING:
     from fsdptrain.fsdp.stash import HostStash
@@ -73,8 +70,7 @@ class FSDPBackend:
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
-        self._stash: HostStash | None = None  # parameters moved by `offload`
-        self._optimizer_stash: HostStash | None = None
+        self._away: dict[str, HostStash] = {}  # what `offload` has moved: weights, optimizer
         self._stager = None
         if config.run.async_save:
             from fsdptrain.fsdp.shard_files import HostStager
@@ -126,7 +122,7 @@ class FSDPBackend:
 
         For `reference` the weights are swapped once for all batches. A reference exists only if a KL term needs it.
         """
-        assert self._stash is None, "onload comes before score"
+        assert "weights" not in self._away, "onload comes before score"
         with torch.no_grad(), evaluating(self._model), self._weights_of(model):
             found = [self._logprobs(batch.to(self.device), role=model) for batch in batches]
             return [LogProbs(x.values.cpu(), extras={name: y.cpu() for name, y in x.extras.items()}) for x in found]
@@ -139,7 +135,7 @@ class FSDPBackend:
         are not finite, every rank drops them and optim/grad_norm is not reported. Raises NumericsError after
         MAX_SKIPPED such steps in a row.
         """
-        assert not self._is_away, "onload comes before train_step"
+        assert not self._away, "onload comes before train_step"
         if not batches[0].num_loss_tokens:  # of the whole step, so the same on every rank
             return self._optimizer.advance_without_update()
         self._model.train(self._config.algorithm.algorithm == "sft")
@@ -162,87 +158,60 @@ class FSDPBackend:
 
         Every rank receives all tensors and must iterate to the end.
         """
-        assert self._stash is None, "onload comes before hf_weights"
+        assert "weights" not in self._away, "onload comes before hf_weights"
         return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, features=self.features)
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of --export-dtype."""
-        assert self._stash is None, "onload comes before export"
-        if self.features.adapter is None:
-            self._export_model(target)
-        else:
-            self.features.adapter.export(target, self._export_model)
-
-    def _export_model(self, target: Path) -> None:
         from fsdptrain.fsdp.export import export_policy
 
+        assert "weights" not in self._away, "onload comes before export"
         stream = partial(stream_weights, self._model, naming="hub", features=self.features)
-        export_policy(target, self._config, self.checkpoint_path, self._model, stream)
+        options = {"config": self._config, "source": self.checkpoint_path, "model": self._model, "stream": stream}
+        if self.features.adapter is None:
+            export_policy(target, **options)
+        else:
+            self.features.adapter.export(target, partial(export_policy, **options))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and parameters to the host until `onload`. Tensors that are not on the device stay.
 
         keep_weights: move only the optimizer state. On a CPU the tensors are copied, which frees no memory.
         """
-        from fsdptrain.fsdp.stash import HostStash
+        from fsdptrain.fsdp.stash import stash_trainer
 
-        self._optimizer.zero_grad()
-        if self._optimizer_stash is None:
-            self._optimizer_stash = HostStash(self._on_device(self._optimizer.tensors().values()))
-        if not keep_weights and self._stash is None:
-            reshard(self._model)
-            self._stash = HostStash(self._on_device(self._model.parameters()))
+        stash_trainer(self._model, self._optimizer, self._away, keep_weights=keep_weights)
 
     def onload(self) -> None:
-        for stash in (self._stash, self._optimizer_stash):
-            if stash is not None:
-                stash.restore()
-        self._stash = self._optimizer_stash = None
-
-    @property
-    def _is_away(self) -> bool:
-        return self._stash is not None or self._optimizer_stash is not None
-
-    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [local_shard(tensor) for tensor in tensors if tensor.device.type == self.device.type]
+        while self._away:
+            self._away.popitem()[1].restore()
 
     def save(self, directory: Path, step: int) -> Future[Any] | None:
         """Save into an existing folder (see `CheckpointFolder.write`). With --async-save, shards follow in a thread."""
         from fsdptrain.fsdp.checkpoint import save_checkpoint
 
-        assert not self._is_away, "onload comes before save"
+        assert not self._away, "onload comes before save"
         return save_checkpoint(
-            directory,
-            self._model,
-            self._optimizer,
-            step=step,
-            adapter=self._adapter_identity,
-            stager=self._stager,
+            directory, self._model, self._optimizer, step=step, adapter=self._adapter_identity, stager=self._stager
         )
 
     def load(self, directory: Path) -> int:
         """Load a checkpoint and return its step. Raises CheckpointError."""
         from fsdptrain.fsdp.checkpoint import load_checkpoint
 
-        assert not self._is_away, "onload comes before load"
+        assert not self._away, "onload comes before load"
         return load_checkpoint(directory, self._model, self._optimizer, adapter=self._adapter_identity)
 
     @property
     def _adapter_identity(self) -> str | None:
         return None if self.features.adapter is None else self.features.adapter.identity()
 
-    @contextmanager
-    def _weights_of(self, role: "ModelRole") -> Iterator[None]:
+    def _weights_of(self, role: "ModelRole") -> AbstractContextManager[None]:
         """Run the model as `role` within the context."""
-        if role == "policy":
-            yield
-            return
-        assert self._config.needs_reference, "no KL term, no reference"
-        if self._reference is None:  # the policy without its adapter
-            yield
-            return
-        with self.features.without(), self._reference.swapped_into(self._model):
-            yield
+        assert role == "policy" or self._config.needs_reference, "no KL term, no reference"
+        if role == "policy" or self._reference is None:  # the reference: the policy without its adapter
+            return nullcontext()
+        return self._reference.swapped_into(self._model, self.features)
 
     def _logprobs(self, batch: PackedBatch, *, role: "ForwardRole" = "train", with_entropy: bool = False) -> LogProbs:
         return policy_logprobs(

@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Mapping
 from concurrent.futures import Future
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +17,9 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint_folder import check_manifest
 from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.optimizer_state import create_state, load_state_dict, state_dict, state_tensors
 from fsdptrain.fsdp.shard_files import HostStager, read_shards, write_shards
-from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors
+from fsdptrain.fsdp.shards import model_tensors
 from fsdptrain.model.structure import reshard
 from fsdptrain.random_state import device_rng_state, set_device_rng_state
 
@@ -42,7 +45,7 @@ def save_checkpoint(
     """
     reshard(model)
     tensors = _tensors(model, optimizer, only_trained=adapter is not None)
-    write_state(directory, step=step, model=_identity(model, adapter), optimizer=optimizer.state_dict())
+    write_state(directory, step=step, model=_identity(model, adapter), optimizer=state_dict(optimizer))
     return write_shards(directory / _SHARDS, tensors, stager)
 
 
@@ -71,13 +74,29 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, 
     state: dict[str, Any] = {}
     with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be read"):
         state = read_state(directory, _identity(model, adapter))
-    optimizer.create_state(state["optimizer"])
+    create_state(optimizer, state["optimizer"])
     tensors = _tensors(model, optimizer, only_trained=adapter is not None)
     read_shards(directory / _SHARDS, tensors, remedy=_REMEDY)
     with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be read"):
-        optimizer.load_state_dict(state["optimizer"])
+        load_state_dict(optimizer, state["optimizer"])
         load_rng(directory)
     return state["step"]
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Identify a model by its class and the names, shapes and dtypes of its tensors."""
+    tensors = {name: [list(t.shape), str(t.dtype)] for name, t in model_tensors(model).items()}
+    return {
+        "class": type(model).__name__.removeprefix("FSDP"),  # fully_shard creates a class FSDP<Name>
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()[:16],
+    }
+
+
+def describe(model: Mapping[str, Any]) -> str:
+    """Format a fingerprint for messages."""
+    words = f"{model['class']}, {model['num_parameters']:,} parameters, tensors {model['tensors']}"
+    return f"{words}, {model['adapter']}" if "adapter" in model else words
 
 
 def _identity(model: nn.Module, adapter: str | None) -> dict[str, Any]:
@@ -87,7 +106,7 @@ def _identity(model: nn.Module, adapter: str | None) -> dict[str, Any]:
 def _tensors(model: nn.Module, optimizer: Optimizer, *, only_trained: bool) -> dict[str, Tensor]:
     chosen = {name: t for name, t in model_tensors(model).items() if t.requires_grad or not only_trained}
     weights = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in chosen.items()}  # views
-    return weights | {f"optimizer.{name}": t for name, t in optimizer.tensors().items()}
+    return weights | {f"optimizer.{name}": t for name, t in state_tensors(optimizer).items()}
 
 
 def read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from fsdptrain.config import Config
@@ -24,7 +24,7 @@ from fsdptrain.fsdp.export_folder import publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.model.loading.files import weight_files
 from fsdptrain.model.loading.formats import read_config
-from fsdptrain.rollout.stop_tokens import new_stop_tokens
+from fsdptrain.rollout.stop_tokens import stop_tokens
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +185,13 @@ def export_hf(
             dtypes.write_config(temporary)
             copy_rest(dtypes.source, temporary, stop=stop)
             publish_folder(target)
+
+
+def new_stop_tokens(checkpoint: Path, config: PreTrainedConfig, run: Config) -> tuple[int, ...]:
+    """Return the ids that end the responses of a run if they are not those of its checkpoint, else ()."""
+    trust = run.model.trust_remote_code
+    ids = stop_tokens(checkpoint, config, trust_remote_code=trust, data=run.data)
+    return () if ids == stop_tokens(checkpoint, config, trust_remote_code=trust) else ids
 
 
 def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset(), stop: Sequence[int] = ()) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.enabled_features import Features
+from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.build import load_model
+from fsdptrain.fsdp.checkpoint import describe, fingerprint
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.fsdp.shards import describe, fingerprint, local_shard
-from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.model.loading.files import resolve_checkpoint
 from fsdptrain.model.structure import reshard
 
 
@@ -33,13 +34,14 @@ class ReferenceBank:
         self._bank = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x) for x in live]
 
     @contextmanager
-    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+    def swapped_into(self, model: nn.Module, features: Features = NO_FEATURES) -> Iterator[None]:
         """Swap the reference weights into `model`, sharded like the source, and restore the policy on exit or error."""
-        self._swap(model)
-        try:
-            yield
-        finally:
+        with features.without():
             self._swap(model)
+            try:
+                yield
+            finally:
+                self._swap(model)
 
     @torch.no_grad()
     def _swap(self, model: nn.Module) -> None:
@@ -94,3 +96,14 @@ def choose_bank(
 def _live_tensors(model: nn.Module) -> list[Tensor]:
     """Return this rank's shards and buffers. A tied weight appears once."""
     return [local_shard(tensor) for tensor in [*model.parameters(), *model.buffers()]]
+
+
+@contextmanager
+def named_in_errors(source: str) -> Iterator[None]:
+    """Let a CheckpointError that begins with --hf-checkpoint begin with `source`, whose files were read."""
+    try:
+        yield
+    except CheckpointError as error:  # raised on all ranks
+        text = str(error)
+        found = text.removeprefix("--hf-checkpoint")
+        raise CheckpointError(text if found == text else source + found) from error

@@ -5,11 +5,6 @@ its parameters are plain tensors, and the next gather is a no-op. The next forwa
 such as an optimizer step, a load or a swap. Call `model.structure.reshard` before such writes.
 """
 
-import json
-from collections.abc import Mapping
-from hashlib import sha256
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,19 +27,3 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     dropped = {f"{prefix}.{name}".lstrip(".") for prefix, m in modules for name in m._non_persistent_buffers_set}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in dropped}
     return dict(model.named_parameters()) | buffers
-
-
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Identify a model by its class and the names, shapes and dtypes of its tensors."""
-    tensors = {name: [list(t.shape), str(t.dtype)] for name, t in model_tensors(model).items()}
-    return {
-        "class": type(model).__name__.removeprefix("FSDP"),  # fully_shard creates a class FSDP<Name>
-        "num_parameters": sum(p.numel() for p in model.parameters()),
-        "tensors": sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()[:16],
-    }
-
-
-def describe(model: Mapping[str, Any]) -> str:
-    """Format a fingerprint for messages."""
-    words = f"{model['class']}, {model['num_parameters']:,} parameters, tensors {model['tensors']}"
-    return f"{words}, {model['adapter']}" if "adapter" in model else words

@@ -3,9 +3,13 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdptrain import platform
+from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.optimizer_state import state_tensors
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.model.structure import reshard
 
 
 class HostStash:
@@ -38,6 +42,21 @@ class HostStash:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
         _synchronize()  # the copies must end before the host memory is freed
+
+
+def stash_trainer(model: nn.Module, optimizer: Optimizer, stashes: dict[str, HostStash], *, keep_weights: bool) -> None:
+    """Move the state of `optimizer` and, unless `keep_weights`, the weights to the host: entries of `stashes`."""
+    device = platform.local_device().type
+
+    def on_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [local_shard(tensor) for tensor in tensors if tensor.device.type == device]
+
+    optimizer.zero_grad()
+    if "optimizer" not in stashes:
+        stashes["optimizer"] = HostStash(on_device(state_tensors(optimizer).values()))
+    if not keep_weights and "weights" not in stashes:
+        reshard(model)
+        stashes["weights"] = HostStash(on_device(model.parameters()))
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptrain.config.sft import sft_options
+from fsdptrain.config.data import sft_options
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.rules import COLUMN
 from fsdptrain.data.tables import JsonRows, folder_of, is_data_file, row_reader
 from fsdptrain.errors import DataError
-from fsdptrain.launch.inputs import image_key
 
 if TYPE_CHECKING:
     from fsdptrain.config import Config
@@ -41,3 +42,9 @@ def _first_row(path: Path) -> Mapping[str, Any] | None:
     except (OSError, ValueError, IndexError, csv.Error, DataError):  # the run says what is wrong
         return None
     return None
+
+
+def image_key(config: Config) -> str | None:
+    """Return the column of images: the option of a feature that names a column."""
+    keys = (key for key in all_keys().values() if COLUMN in key.field.metadata and key.section != config.data.NAME)
+    return next((column for key in keys if (column := key.value(config)) is not None), None)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 from fsdptrain.checkpoints import check_resume
 from fsdptrain.config.checks import check_packages
-from fsdptrain.config.keys import all_keys
-from fsdptrain.config.rules import COLUMN
 from fsdptrain.data.sources import GENERATOR
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.rewards.build import check_reward
@@ -61,9 +59,3 @@ def check_output_dir(config: Config) -> None:
         raise ConfigError(f"--output-dir {folder} cannot be written: {existing} is a file; choose another")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--output-dir {folder} cannot be written: {existing} is read-only; choose another")
-
-
-def image_key(config: Config) -> str | None:
-    """Return the column of images: the option of a feature that names a column."""
-    keys = (key for key in all_keys().values() if COLUMN in key.field.metadata and key.section != config.data.NAME)
-    return next((column for key in keys if (column := key.value(config)) is not None), None)

@@ -17,7 +17,7 @@ def train(config: Config) -> int:
     Raises an error where user code exits or a pipe is closed: the exit code 0 means trained.
     """
     with stage("importing transformers"):
-        from fsdptrain.trainer import Trainer  # import after `configure_logging`
+        from fsdptrain.trainer.trainer import Trainer  # import after `configure_logging`
 
     try:
         result = Trainer(config).fit()

@@ -6,6 +6,7 @@ A plug-in is a callable `(RunInfo) -> Logger`: an entry point `loggers.<name>` o
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,25 @@ import torch.distributed as dist
 
 from fsdptrain.config import Config, LogConfig
 from fsdptrain.loggers.jsonl import JsonlLogger
-from fsdptrain.loggers.run_info import RunInfo
 from fsdptrain.registry import Table, resolve
 
 if TYPE_CHECKING:
     from fsdptrain.protocols import Logger
 
 __all__ = ["LOGGERS", "RunInfo", "build_loggers"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Constructor argument of all loggers: console, files, wandb, trackio and plug-ins."""
+
+    output_dir: Path
+    project: str
+    run_name: str
+    total_steps: int  # rollouts of the run
+    resumed_step: int | None = None  # step of the checkpoint to resume from; None: new run
+    config: Config | None = None
+
 
 LOGGERS: "Table[Callable[[RunInfo], Logger]]" = Table(
     {

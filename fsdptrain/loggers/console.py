@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from fsdptrain import __version__
 from fsdptrain.config import Config
-from fsdptrain.loggers.run_info import RunInfo
+
+if TYPE_CHECKING:
+    from fsdptrain.loggers import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ _ONLY_WITHOUT_REWARD = "loss"  # a supervised loss is informative, a policy loss
 class ConsoleLogger:
     """Writes one line per step to stdout."""
 
-    def __init__(self, info: RunInfo, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, info: "RunInfo", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._info = info
         self._clock = clock
         self._started = clock()
@@ -96,7 +99,7 @@ def _print(text: str) -> None:
         log.warning("stdout is closed: the run goes on without lines about its steps, which metrics.jsonl has")
 
 
-def header(info: RunInfo) -> str:
+def header(info: "RunInfo") -> str:
     """Describe the run in two or three short lines."""
     lines = [f"fsdptrain {__version__}  {info.run_name}"]
     if info.config is not None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 from fsdptrain.config import Config
 from fsdptrain.config.keys import Key, all_keys
 from fsdptrain.errors import ConfigError
-from fsdptrain.loggers.run_info import RunInfo
+from fsdptrain.loggers import RunInfo
 
 _LOG = logging.getLogger(__name__)
 _ON_THE_HUB = {"hf_checkpoint", "prompt_data"}

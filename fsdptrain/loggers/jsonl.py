@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.loggers.run_info import RunInfo
+
+if TYPE_CHECKING:
+    from fsdptrain.loggers import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ class JsonlLogger:
     Records are dropped when the first new record is logged, so a run that fails earlier loses nothing.
     """
 
-    def __init__(self, info: RunInfo) -> None:
+    def __init__(self, info: "RunInfo") -> None:
         self._resumed_step = info.resumed_step
         self._has_begun = False
         self._folder = info.output_dir
@@ -79,27 +81,10 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
             path.replace(path.with_name(f"{path.name}.old"))
             log.warning("%s belongs to a run without a checkpoint: renamed to %s.old", path, path.name)
         return _open(path)
-    lines = lines_until(path, resumed_step)
-    temporary = path.with_name(f".{path.name}.half")
-    temporary.touch(mode=path.stat().st_mode)
-    temporary.write_text("".join(lines), encoding="utf-8")
-    temporary.replace(path)  # atomic: after a kill, either the old or the new file exists
+    from fsdptrain.loggers.rewind import rewind
+
+    rewind(path, resumed_step)
     return _open(path)
-
-
-def lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of steps up to `step`. Warns of those that are no record, as an incomplete last one."""
-    lines, broken = [], []
-    text = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
-    for number, line in enumerate(text.split("\n") if text else [], start=1):
-        try:
-            if json.loads(line)["step"] <= step:
-                lines.append(line + "\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            broken.append(str(number))
-    if broken:
-        log.warning("%s: dropped what is no record, in line %s", path, ", ".join(broken[:5]))
-    return lines
 
 
 def _write(file: TextIO, records: Iterable[Mapping[str, Any]]) -> None:

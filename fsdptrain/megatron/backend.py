@@ -20,7 +20,7 @@ from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export import export_policy
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
-from fsdptrain.fsdp.reference import ReferenceBank
+from fsdptrain.fsdp.reference import ReferenceBank, named_in_errors
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, layout_of, run_packs
@@ -37,14 +37,12 @@ from fsdptrain.megatron.storage import (
 )
 from fsdptrain.megatron.transformer_config import transformer_config
 from fsdptrain.megatron.weights import WeightMap, by_module
-from fsdptrain.model.loading.files import named_in_errors
 from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
 from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
-from fsdptrain.model.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
-from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch, Truncation
 
 
 class MegatronBackend:

@@ -4,12 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fsdptrain.config.rules import EXPORT_CHOICE, NEUTRAL, NOT_EXPORTED, REFUSED, Excludes, RankGroup, Requires
+from fsdptrain.config.rules import EXPORT_CHOICE, NEUTRAL, NOT_EXPORTED, REFUSED, WHOLE_VOCABULARY, RankGroup, Requires
 from fsdptrain.config.section import Section
-
-_WHOLE_VOCABULARY = Excludes(
-    "@is_truncated", reason="with --rollout-top-p, --rollout-top-k and --rollout-min-p: leave one of them out"
-)
 
 
 class MegatronConfig(Section):
@@ -20,7 +16,7 @@ class MegatronConfig(Section):
     ON_RESUME = NEUTRAL
     RULES = (Requires("backend=megatron"),)
 
-    tensor_parallel: Annotated[int, RankGroup("tensor"), _WHOLE_VOCABULARY] = Field(default=1, ge=1)
+    tensor_parallel: Annotated[int, RankGroup("tensor"), WHOLE_VOCABULARY] = Field(default=1, ge=1)
     """Processes that share each layer's matrices, and the tokens of the activations between them."""
     pipeline_parallel: Annotated[int, RankGroup("stages")] = Field(default=1, ge=1)
     """Pipeline stages, each with a part of the layers."""

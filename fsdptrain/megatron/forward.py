@@ -22,9 +22,8 @@ from fsdptrain.megatron.model import WRAPPED
 from fsdptrain.megatron.transformer_config import wraps
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.rows import Layout, PackedRows, PaddedRows, core_rows, zeros_with
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from fsdptrain.model.vocab_parallel import vocab_parallel_logprobs
-from fsdptrain.types import LogProbs, PackedBatch
+from fsdptrain.types import UNTRUNCATED, LogProbs, PackedBatch, Truncation
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -33,8 +33,8 @@ from transformers import PreTrainedConfig
 from fsdptrain import platform
 from fsdptrain.megatron import model as own
 from fsdptrain.megatron.cpu_shims import quiet_megatron
-from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, Boundaries, attention_kwargs, resolve_attention
+from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.structure import base_model, decoder_layers
 
 if TYPE_CHECKING:

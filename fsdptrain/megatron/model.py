@@ -16,6 +16,7 @@ from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.transformer_config import rotary_options, transformer_config, wraps
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.meta import build_meta_model
+from fsdptrain.user_code import import_attribute
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -180,5 +181,5 @@ def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
     if spec is not None:
         return registry.resolve(spec, {}, flag="--megatron-spec")
     if wraps(hf_config):
-        return registry.import_attribute(WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
+        return import_attribute(WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
     return layer_spec

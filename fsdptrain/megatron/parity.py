@@ -18,7 +18,7 @@ from fsdptrain.megatron.forward import LogprobsHead, layout_of, run_packs
 from fsdptrain.megatron.model import build_model
 from fsdptrain.megatron.transformer_config import family_of, transformer_config
 from fsdptrain.megatron.weights import WeightMap, hub_state
-from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import TOLERANCES, over_ranks, plain_batch
 from fsdptrain.model.probes.random_copy import EXPERT_KEYS, cut_widths
 from fsdptrain.model.structure import expert_choice, head_size

@@ -25,9 +25,10 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_rng, read_state, write_state
 from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.optimizer_state import load_state_dict, state_dict, state_tensors
+from fsdptrain.fsdp.reference import named_in_errors
 from fsdptrain.megatron.masters import Masters
 from fsdptrain.megatron.weights import WeightMap, open_files
-from fsdptrain.model.loading.files import named_in_errors
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 
@@ -46,7 +47,7 @@ def save_checkpoint(
     directory: Path, weights: WeightMap, masters: Masters, optimizer: Optimizer, *, step: int, model: dict
 ) -> None:
     """Save to `directory`, which must exist. model: the result of `identity`. Collective."""
-    state = optimizer.tensors()
+    state = state_tensors(optimizer)
     failure = f"checkpoint {directory} cannot be written"
     whole = weights.stream(dtype=torch.float32, of=masters.whole_master)
     write_stream(directory / WEIGHTS, whole, failure=failure)
@@ -59,7 +60,7 @@ def save_checkpoint(
         write_stream(directory / moment, parts, failure=failure)
     counts = {int(tensor) for name, tensor in state.items() if name.endswith(".step")}
     assert len(counts) == 1, "all parameters are updated together"
-    write_state(directory, step=step, model=model, optimizer=optimizer.state_dict() | {"adam_steps": counts.pop()})
+    write_state(directory, step=step, model=model, optimizer=state_dict(optimizer) | {"adam_steps": counts.pop()})
 
 
 def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optimizer: Optimizer, *, model: dict) -> int:
@@ -69,7 +70,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
     with raise_on_all_ranks(CheckpointError, failure):
         state = read_state(directory, model)
     with named_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, failure):
-        tensors = optimizer.tensors()
+        tensors = state_tensors(optimizer)
         load_tensors(directory / WEIGHTS, weights, masters.take)
         for moment in MOMENTS if tensors else ():  # an export has an optimizer without state
             moments = {name.removesuffix(f".{moment}"): t for name, t in tensors.items() if name.endswith(f".{moment}")}
@@ -77,7 +78,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
         for name, tensor in tensors.items():
             if name.endswith(".step"):
                 tensor.fill_(state["optimizer"]["adam_steps"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_state_dict(optimizer, state["optimizer"])
         load_rng(directory)
     masters.publish()
     return state["step"]

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.fsdp.wrap import expert_placement
+from fsdptrain.fsdp.expert_shards import expert_placement
 from fsdptrain.memory.activations import activation_memory, cache_bytes
 from fsdptrain.model.structure import is_of_adapter, num_fused_experts, repeated_layers
 from fsdptrain.platform import GIB
@@ -275,3 +275,9 @@ def _largest_shard(parameter: nn.Parameter, num_shards: int, *, parts: int = 1) 
     for dim, count in ((0, parts), (0 if placement is None else placement.dim, num_shards)):
         shape[dim] = math.ceil(shape[dim] / count)
     return math.prod(shape)
+
+
+def count_parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the number of parameters, tied ones once, and that of the frozen ones. The model may be on meta."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)

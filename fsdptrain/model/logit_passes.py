@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation, smallest_kept
+from fsdptrain.types import UNTRUNCATED, Truncation
 
 # Value of logits outside K. Their softmax is 0. Multiplied by a probability of 0 they give 0, where -inf gives NaN.
 EXCLUDED = -1e30
@@ -70,6 +70,8 @@ def _forward_block(
     owned = _owned(rows.labels, raw, group)
     chosen = z.gather(1, (rows.labels if owned is None else rows.labels.where(owned, 0))[:, None])[:, 0]
     if rows.floor is not None:
+        from fsdptrain.model.truncation import smallest_kept
+
         rows.floor.copy_(torch.minimum(smallest_kept(z, transform.truncation), chosen))
         z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
     highest = z.amax(1)

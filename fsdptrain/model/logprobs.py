@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitRows, RowGrads, backward_rows, forward_rows
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from fsdptrain.types import UNTRUNCATED, Truncation
 
 
 def chunked_logprobs(

@@ -28,8 +28,7 @@ from fsdptrain.model.logit_passes import HeadTransform
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.rows import Layout, core_rows
 from fsdptrain.model.structure import base_model, lm_head, reshard
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation
-from fsdptrain.types import Images, LogProbs, PackedBatch, Sample
+from fsdptrain.types import UNTRUNCATED, Images, LogProbs, PackedBatch, Sample, Truncation
 
 if TYPE_CHECKING:
     from fsdptrain.feature import Rows

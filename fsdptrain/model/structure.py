@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from torch import nn
@@ -14,14 +13,6 @@ from fsdptrain.errors import CheckpointError
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Number of parameters of a model. Tied weights count once."""
-
-    total: int
-    frozen: int  # part of `total`: not trained
 
 
 class ExpertChoice(NamedTuple):
@@ -66,7 +57,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     lists = [module_list for module_list in lists if len(module_list) > 0]
     if not lists:
         raise CheckpointError(f"{type(model).__name__} has no repeated layers: fsdptrain shards a model layer by layer")
-    return list(max(lists, key=_numel))
+    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())))
 
 
 def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -119,11 +110,6 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
     if head is None:
         raise CheckpointError(f"{type(model).__name__} has no output embedding: it is not a causal language model")
     return head
-
-
-def count_parameters(model: PreTrainedModel) -> ParameterCounts:
-    """Count parameters from their shapes. The model may be on meta or sharded."""
-    return ParameterCounts(_numel(model), frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad))
 
 
 def is_of_adapter(name: str) -> bool:
@@ -215,7 +201,3 @@ def _outermost_lists(model: nn.Module) -> list[nn.ModuleList]:
 def _class_names(module: nn.Module) -> set[str]:
     """Return the class names of `module` and its bases. Sharding replaces the class of a module with a subclass."""
     return {cls.__name__ for cls in type(module).__mro__}
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

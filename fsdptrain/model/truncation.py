@@ -6,37 +6,14 @@ so the set does not depend on the order of ties.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fsdptrain.config import RolloutConfig
+from fsdptrain.model.running_sums import running_sums
+from fsdptrain.types import Truncation
 
-_BLOCK = 128  # entries per block: the running sum of a block is one row of a matrix product
 _MAX_ELEMENTS = 2**23  # logits sorted at a time: 64 MiB per float64 copy
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """Options of truncated sampling. The defaults keep the whole vocabulary."""
-
-    top_p: float = 1.0
-    top_k: int = -1  # -1: off
-    min_p: float = 0.0
-
-    @classmethod
-    def of(cls, rollout: RolloutConfig) -> Self:
-        """Return the truncation that the engine uses in training."""
-        return cls(rollout.top_p, rollout.top_k or -1, rollout.min_p)
-
-    def __bool__(self) -> bool:
-        return self != UNTRUNCATED
-
-
-UNTRUNCATED = Truncation()
 
 
 def smallest_kept(logits: Tensor, truncation: Truncation) -> Tensor:
@@ -71,20 +48,3 @@ def _nucleus(logits: Tensor, smallest: Tensor, top_p: float) -> Tensor:
     mass_before = running_sums(probs) - probs
     last = (mass_before < top_p).sum(-1, keepdim=True).clamp(min=1) - 1
     return torch.maximum(ordered.gather(-1, last)[:, 0], smallest)
-
-
-def running_sums(values: Tensor) -> Tensor:
-    """Compute inclusive sums along the last dimension of `values` [R, N] f64.
-
-    Uses blockwise products with a triangle of ones. torch.cumsum has no deterministic float kernel on CUDA and raises
-    under --deterministic-mode.
-    """
-    num_rows, length = values.shape
-    size = min(length, _BLOCK)
-    triangle = values.new_ones(size, size).triu()
-    if length <= _BLOCK:
-        return values @ triangle
-    blocks = F.pad(values, (0, -length % _BLOCK)).view(num_rows, -1, _BLOCK) @ triangle
-    ends = running_sums(blocks[:, :, -1])
-    blocks[:, 1:] += ends[:, :-1, None]
-    return blocks.view(num_rows, -1)[:, :length]

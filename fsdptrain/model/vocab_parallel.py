@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdptrain.model.logprobs import chunked_logprobs
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from fsdptrain.types import UNTRUNCATED, Truncation
 
 
 def vocab_parallel_logprobs(

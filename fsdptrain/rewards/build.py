@@ -24,7 +24,7 @@ REWARDS: "registry.Table[RewardFunction]" = registry.Table(
         "environment": "fsdptrain.rewards.functions:environment",
         "reasoning_gym": "fsdptrain.rewards.gym:reasoning_gym",
         "reasoning_gym_strict": "fsdptrain.rewards.gym:reasoning_gym_strict",
-        "math": "fsdptrain.rewards.maths:math",
+        "math": "fsdptrain.rewards.functions:math",
         "exact": "fsdptrain.rewards.functions:exact",
         "format": "fsdptrain.rewards.functions:format_tags",
         "code": "fsdptrain.rewards.code:code",

@@ -11,7 +11,7 @@ The names `responses` and `completions` select the last two. All may be async.
 
 import inspect
 from asyncio import CancelledError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdptrain.errors import ConfigError, RewardError, RolloutError, describe
 from fsdptrain.registry import check_call
-from fsdptrain.rewards.values import WRONG, RewardResult, to_result
+from fsdptrain.rewards.values import RewardResult, to_result
 from fsdptrain.types import Prompt
 
 Outcome = RewardResult | str  # a score, or why the sample is unscored
@@ -66,7 +66,9 @@ class RewardCalls:
         """Return positional and keyword arguments of the call that scores `calls`."""
         prompts, responses = [prompt for prompt, _ in calls], [response for _, response in calls]
         if "completions" in self.parameters:
-            return (), self._columns(prompts, responses)
+            from fsdptrain.rewards.batched import columns
+
+            return (), columns(self.function, prompts, responses)
         return ((prompts, responses) if self.is_batched else calls[0]), {}
 
     @property
@@ -90,17 +92,10 @@ class RewardCalls:
         """Convert the value of a call."""
         if not self.is_batched:
             return [self._outcome(value)]
-        try:
-            values = (
-                list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) else None
-            )
-        except Exception as error:  # noqa: BLE001  # a generator of the user
-            return [reason(error)] * num_samples
-        if values is None or len(values) != num_samples:
-            what = f"{value!r:.80}" if values is None else f"{len(values)} values"
-            wrong = f"{what}{WRONG}list with one value for each of {num_samples} samples"
-            return [f"the reward returned {wrong} ({self.place})"] * num_samples
-        return [self._outcome(each) for each in values]
+        from fsdptrain.rewards.batched import values_of
+
+        values = values_of(value, num_samples, place=self.place)
+        return [values] * num_samples if isinstance(values, str) else [self._outcome(each) for each in values]
 
     def _outcome(self, value: Any) -> Outcome:
         try:
@@ -110,22 +105,6 @@ class RewardCalls:
         if result.reward is not None:
             return result
         return f"{self.name or 'the reward'} returned None, which means that it cannot score this ({self.place})"
-
-    def _columns(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Any]:
-        """Return the keyword arguments of TRL: messages if the prompts in the data are messages, else texts."""
-        originals = [prompt.source or prompt.text for prompt in prompts]
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.metadata if name != "prompt")
-        columns = {
-            **{name: [prompt.metadata.get(name) for prompt in prompts] for name in names},
-            "prompts": originals,
-            "completions": [
-                text if isinstance(original, str) else [{"role": "assistant", "content": text}]
-                for original, text in zip(originals, responses, strict=True)
-            ],
-        }
-        parameters = inspect.signature(self.function).parameters.values()
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        return columns if takes_all else {name: columns[name] for name in self.parameters if name in columns}
 
 
 class LostTime:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from fsdptrain.algo.correct import is_correct
 from fsdptrain.rewards.answers import extract_answer, spoken
+from fsdptrain.rewards.values import is_correct
 from fsdptrain.types import Prompt
 
 

@@ -4,7 +4,6 @@ A sample that cannot be scored does not end the run; too many do.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.cores import usable_cores
 from fsdptrain.distributed import gather, sum_over_ranks
 from fsdptrain.errors import ConfigError, RewardError
 from fsdptrain.rewards.build import Component, WeightedSum
@@ -32,7 +30,6 @@ FAST = ("environment", "exact", "format_tags")  # built-in, and faster than a me
 GYM = ("reasoning_gym", "reasoning_gym_strict")  # as fast for tasks whose scorer compares texts or numbers:
 COMPARED = {f"reasoning_gym:{task}" for task in ("gsm_symbolic", "products", "spell_backward")}
 DEFAULT_TIMEOUT_S = 300.0
-MAX_WORKERS = 8  # by default; each may import torch or load a model
 
 
 class Direct:
@@ -56,7 +53,7 @@ class ParallelReward:
     """A reward for batches of samples. Thread-safe. `close` ends its processes and threads.
 
     Args:
-        num_workers: processes per component; 0: none
+        num_workers: processes per component; 0: none; None: `pool.default_workers`
         fast: names of built-in functions to call in the calling thread
         timeout: of one call [s]
         patience: limit on the total time of timed-out calls in one rollout, while other ranks wait for this rank [s]
@@ -66,7 +63,7 @@ class ParallelReward:
         self,
         reward: WeightedSum,
         *,
-        num_workers: int,
+        num_workers: int | None,
         timeout: float,
         patience: float,
         fast: Sequence[str] = FAST,
@@ -79,19 +76,19 @@ class ParallelReward:
             self._start(each, num_workers) for each in reward.components
         ]
 
-    def _start(self, component: Component, num_workers: int) -> "Direct | ProcessPool | EventLoop":
+    def _start(self, component: Component, num_workers: int | None) -> "Direct | ProcessPool | EventLoop":
         calls = RewardCalls(component.function, component.name, _where(component), self._timeout)
         if calls.is_async:
             from fsdptrain.rewards.local import EventLoop
 
             return EventLoop(calls)
         name = getattr(component.function, "__name__", "") if _is_ours(component.function) else ""
-        if not num_workers or name in self._fast:
+        if num_workers == 0 or name in self._fast:
             return Direct(calls)
-        from fsdptrain.rewards.pool import CannotLoadError, ProcessPool
+        from fsdptrain.rewards.pool import CannotLoadError, ProcessPool, default_workers
 
         try:
-            return ProcessPool(calls, num_workers)
+            return ProcessPool(calls, num_workers or default_workers())
         except CannotLoadError as error:
             fix = "define it in a module that can be imported to run it in processes"
             line = "%s runs in the trainer, without --reward-timeout, because other processes cannot load it: %s; %s"
@@ -169,17 +166,11 @@ def build_parallel(config: Config, reward: WeightedSum) -> ParallelReward:
     is_compared = all(name.partition("?")[0] in COMPARED for name in data)
     return ParallelReward(
         reward,
-        num_workers=default_workers() if workers is None else workers,
+        num_workers=workers,
         timeout=config.reward.reward_timeout or min(DEFAULT_TIMEOUT_S, patience / 3),
         patience=patience,
         fast=(*FAST, *GYM) if is_compared else FAST,
     )
-
-
-def default_workers() -> int:
-    """Return the cores per rank of this machine, from 1 to `MAX_WORKERS`."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(usable_cores() // ranks, MAX_WORKERS))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fsdptrain.cores import usable_cores
 from fsdptrain.errors import RolloutError, describe
 from fsdptrain.rewards.calls import Call, LostTime, Outcome, RewardCalls
 
+MAX_WORKERS = 8  # by default; each may import torch or load a model
 START_S = 120.0  # to start a process and import the reward in it
 _OF_RANK = re.compile(  # variables with which a library in a process would join the ranks
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -190,3 +191,9 @@ def _ending(code: int | None) -> str:
     with suppress(ValueError):
         return f"signal {signal.Signals(-code).name}"
     return f"signal {-code}"
+
+
+def default_workers() -> int:
+    """Return the cores per rank of this machine, from 1 to `MAX_WORKERS`."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(usable_cores() // ranks, MAX_WORKERS))

@@ -7,6 +7,7 @@ from typing import Any
 
 WRONG = ", which is not a "  # in reasons that show a bug of the reward, not of the response
 MOST_REWARD = 1e6  # above it, the squares of a group's rewards would round away the differences
+_TOLERANCE = 1e-6  # weighted sums of rewards reach 1.0 only up to rounding
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,8 @@ def _number(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the reward returned {number}")
     return number
+
+
+def is_correct(reward: float | None, threshold: float = 1.0) -> bool:
+    """Return whether `reward` reaches `threshold` (--pass-threshold), up to rounding."""
+    return reward is not None and reward >= threshold - _TOLERANCE

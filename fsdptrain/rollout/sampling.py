@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdptrain.config import Config
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
-from fsdptrain.types import SamplingParams
+from fsdptrain.model.running_sums import running_sums
+from fsdptrain.types import UNTRUNCATED, SamplingParams, Truncation
 
 _BLOCK = 128  # vocabulary entries per block of the two-level search
 _MAX_ELEMENTS = 2**25  # logits that are sampled at once: 128 MiB for each float32 copy
@@ -78,6 +78,8 @@ def restrict(logits: Tensor, truncation: Truncation) -> Tensor:
     """Set `logits` [R, V], after temperature, to -inf for tokens that `truncation` excludes."""
     if not truncation:
         return logits
+    from fsdptrain.model.truncation import smallest_kept
+
     return logits.masked_fill(logits < smallest_kept(logits, truncation)[:, None], -torch.inf)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from fsdptrain.config import Config, DataConfig
+from fsdptrain.config import DataConfig
 from fsdptrain.data.text import render_chat, special_tokens
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import CheckpointError, DataError
@@ -39,13 +39,6 @@ def stop_tokens(
             _tell(str(tokenizer.convert_ids_to_tokens(end)))
             ids = (*ids, end)
     return ids
-
-
-def new_stop_tokens(checkpoint: Path, config: PreTrainedConfig, run: Config) -> tuple[int, ...]:
-    """Return the ids that end the responses of a run if they are not those of its checkpoint, else ()."""
-    trust = run.model.trust_remote_code
-    ids = stop_tokens(checkpoint, config, trust_remote_code=trust, data=run.data)
-    return () if ids == stop_tokens(checkpoint, config, trust_remote_code=trust) else ids
 
 
 @cache

@@ -41,7 +41,6 @@ from fsdptrain.trainer.samples.build import (
     build_sampler,
     build_source,
     open_rewards,
-    sample_builder,
 )
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.trainer.stopping import StopRequest
@@ -110,7 +109,11 @@ def prepare(
         advantages = advantage_rule(config)
         with stage("reading --prompt-data"):
             data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
-        builder = sample_builder(config, files, tokenizer, data.stream)
+        builder = None
+        if config.algorithm.algorithm == "sft":
+            from fsdptrain.trainer.samples.sft import open_builder
+
+            builder = open_builder(config, files, tokenizer, data.stream)
         make_engine = engine_factory(config.rollout.engine) if config.generates else None
         if environment is not None and environment.is_agent:
             _ = AGENT_SAMPLER["agent"]  # imports the packages of agents

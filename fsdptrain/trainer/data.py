@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config
-from fsdptrain.config.sft import sft_options
+from fsdptrain.config.data import sft_options
 from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.data.rows import Row, Rows, content_hash
 from fsdptrain.data.sources import open_rows

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdptrain.algo.correct import is_correct
 from fsdptrain.config import Config
 from fsdptrain.distributed import gather, sum_over_ranks
+from fsdptrain.rewards.values import is_correct
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.single_turn import Sampler

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
@@ -12,12 +12,13 @@ from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.samples.single_turn import text_of
 from fsdptrain.trainer.samples.source import own_share
+from fsdptrain.trainer.trainer import Messages
 from fsdptrain.types import Metrics
 
 
 def generate_texts(
     loop: TrainingLoop,
-    prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+    prompts: str | Messages | Sequence[str | Messages],
     *,
     num_samples: int,
     max_tokens: int | None,
@@ -35,9 +36,10 @@ def generate_texts(
         options = {"max_tokens": max_tokens, "temperature": temperature}
         changes = {name: value for name, value in options.items() if value is not None}
         sampling = sampling_params(config, num_samples=num_samples, seed=seed, **changes)
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
         rows = [
             Row(str(number), prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
-            for number, prompt in enumerate(prompts)
+            for number, prompt in enumerate(cast("Sequence[str | Messages]", [prompts] if single else prompts))
         ]
         data = loop.stream.data  # with the system prompt of the run
         made = [make_prompt(row, loop.tokenizer, data=data) for row in rows]

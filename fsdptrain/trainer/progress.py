@@ -10,8 +10,7 @@ import torch.distributed as dist
 from fsdptrain.checkpoints import PROGRESS_FILE
 from fsdptrain.config import Config
 from fsdptrain.data.prompts import PromptStream
-from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.errors import NumericsError
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import RunFolder
 from fsdptrain.types import Metrics
@@ -85,14 +84,9 @@ class Progress:
         checkpoint, progress = folder.checkpoint, folder.progress
         if checkpoint is None or progress is None:
             return
-        if self._config.run.num_rollout:  # else an evaluation
-            from fsdptrain.trainer.resuming import last_metrics
+        from fsdptrain.trainer.resuming import restore
 
-            self._report.last = last_metrics(checkpoint, progress["step"])
-        with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint}"):
-            if self._config.run.num_rollout:  # else the data may be other data
-                self._stream.load_state_dict(progress["stream"])
-            self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
+        restore(checkpoint, progress, self._stream, self._report, trains=self._config.run.num_rollout > 0)
         self.step = self.saved = self._backend.load(checkpoint)
         self._num_updates = progress.get("num_updates", 1)
 

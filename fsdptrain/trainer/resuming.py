@@ -10,18 +10,40 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import CONFIG_FILE, PROGRESS_FILE
+from fsdptrain.checkpoints import CONFIG_FILE, PROGRESS_FILE, check_resume
 from fsdptrain.config import Config
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
 from fsdptrain.config.rules import OnResume
-from fsdptrain.distributed import gather
+from fsdptrain.data.prompts import PromptStream
+from fsdptrain.distributed import any_rank, gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.loggers.jsonl import lines_until
+from fsdptrain.loggers.rewind import lines_until
+from fsdptrain.trainer.reporting import Reporter
 
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3  # changed options in an error
+
+
+def choose_checkpoint(config: Config, folder: Path, newest: Path | None, *, restarted: bool) -> Path | None:
+    """Return the checkpoint to resume from without --resume auto. A restart of torchrun takes the newest one.
+
+    If --resume names one of `folder`, later ones may be of the part that the run went back behind: then the newest
+    that is younger than config.yaml, which the start of the run wrote.
+    """
+    names_one = config.run.resume != "never"
+    rolls_back = names_one and Path(config.run.resume).resolve().is_relative_to(folder.resolve())
+    if restarted and rolls_back and newest is not None:
+        started = (folder / CONFIG_FILE).stat().st_mtime if (folder / CONFIG_FILE).is_file() else math.inf
+        rolls_back = not any_rank(newest.stat().st_mtime > started)
+    if restarted and newest is not None and not rolls_back:
+        return newest
+    if config.run.resume == "never":
+        return None
+    with raise_on_all_ranks(CheckpointError, "--resume"):
+        check_resume(config.run.resume)
+    return Path(config.run.resume).resolve()
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
@@ -84,6 +106,18 @@ def _is_same_path(old: Any, new: Any) -> bool:
     """Return whether two values name the same file or folder."""
     are_paths = all(isinstance(path, str) and os.path.exists(path) for path in (old, new))
     return are_paths and os.path.samefile(old, new)
+
+
+def restore(
+    checkpoint: Path, progress: dict[str, Any], stream: PromptStream, report: Reporter, *, trains: bool
+) -> None:
+    """Go on from `progress`, of the checkpoint. trains: no evaluation, of maybe other data. Collective."""
+    if trains:
+        report.last = last_metrics(checkpoint, progress["step"])
+    with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint}"):
+        if trains:
+            stream.load_state_dict(progress["stream"])
+        report.totals = {name: float(progress["totals"][name]) for name in report.totals}
 
 
 def last_metrics(checkpoint: Path, step: int) -> dict[str, float]:

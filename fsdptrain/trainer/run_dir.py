@@ -1,7 +1,6 @@
 """The output folder of a run: its configuration and the checkpoint to resume from."""
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, check_resume, list_checkpoints, newest_checkpoint
+from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, list_checkpoints, newest_checkpoint
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -58,7 +57,11 @@ def open_folder(config: Config) -> RunFolder:
     with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
         if dist.get_rank() == 0 and not restarted:
             _refuse_used_folder(config, folder)
-    checkpoint = _checkpoint_to_resume(config, folder, restarted=restarted)
+    checkpoint = newest_checkpoint(folder)
+    if config.run.resume != "auto":
+        from fsdptrain.trainer.resuming import choose_checkpoint
+
+        checkpoint = choose_checkpoint(config, folder, checkpoint, restarted=restarted)
     progress = None
     with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
         if dist.get_rank() == 0:
@@ -89,24 +92,3 @@ def _refuse_used_folder(config: Config, folder: Path) -> None:
         raise ConfigError(
             f"--output-dir {folder} holds a run already: choose another folder, or continue it by --resume auto"
         )
-
-
-def _checkpoint_to_resume(config: Config, folder: Path, *, restarted: bool) -> Path | None:
-    """Select the checkpoint. A restart of torchrun takes the newest one.
-
-    If --resume names one of `folder`, later ones may be of the part that the run went back behind: then the newest
-    that is younger than config.yaml, which the start of the run wrote.
-    """
-    newest = newest_checkpoint(folder)
-    names_one = config.run.resume not in ("auto", "never")
-    rolls_back = names_one and Path(config.run.resume).resolve().is_relative_to(folder.resolve())
-    if restarted and rolls_back and newest is not None:
-        started = (folder / CONFIG_FILE).stat().st_mtime if (folder / CONFIG_FILE).is_file() else math.inf
-        rolls_back = not any_rank(newest.stat().st_mtime > started)
-    if config.run.resume == "auto" or (restarted and newest is not None and not rolls_back):
-        return newest
-    if config.run.resume == "never":
-        return None
-    with raise_on_all_ranks(CheckpointError, "--resume"):
-        check_resume(config.run.resume)
-    return Path(config.run.resume).resolve()

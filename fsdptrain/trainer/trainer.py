@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, Self, cast
+from typing import TYPE_CHECKING, Any, Never, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +15,6 @@ from fsdptrain.config import Config, check_processes
 from fsdptrain.distributed import naming_lost_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.build import build_loop
-from fsdptrain.trainer.callbacks import Callback
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.result import RunResult
 from fsdptrain.trainer.run_dir import EXPORT
@@ -25,6 +24,7 @@ from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
     from fsdptrain.protocols import Loss, RewardFunction, RolloutEngine
+    from fsdptrain.trainer.callbacks import Callback
 
 Rows = Sequence[Mapping[str, Any]]  # a `datasets.Dataset`, or a list of mappings
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "..."}, ...]
@@ -67,7 +67,7 @@ class Trainer:
         advantage: Callable[..., Any] | None = None,
         engine: "RolloutEngine | Callable[..., RolloutEngine] | None" = None,
         optimizer: Callable[..., Any] | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: "Sequence[Callback]" = (),
         **unknown: Never,
     ) -> None:
         if (
@@ -169,10 +169,9 @@ class Trainer:
         """
         from fsdptrain.trainer.interactive import generate_texts
 
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
         return generate_texts(
             self._opened(),
-            cast("Sequence[str | Messages]", [prompts] if single else prompts),
+            prompts,
             num_samples=num_samples,
             max_tokens=max_tokens,
             temperature=temperature,

@@ -40,7 +40,7 @@ def train(checkpoint: str, values: dict[str, Any]) -> dict[str, Any]:
         "history": history,
         "weights": weights,
         "device": backend.device.type,
-        "fused": all(group["fused"] for group in backend._optimizer._optimizer.param_groups),
+        "fused": all(group["fused"] for group in backend._optimizer.inner.param_groups),
         "backends": dist.get_backend_config(),
     }
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.model.loading.materialize import own_part
+from fsdptrain.model.loading.fill import own_part
 from fsdptrain.model.structure import reshard
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch, Sample
 from tests.exact import in_float64

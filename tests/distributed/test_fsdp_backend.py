@@ -15,6 +15,7 @@ from fsdptrain.data.packing.pack import pack, plan_packs
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.optimizer import MAX_SKIPPED
+from fsdptrain.fsdp.optimizer_state import state_tensors
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.samples.source import own_share
@@ -100,7 +101,7 @@ def keep_gradients(optimizer) -> dict:
     clip = optimizer.clip
 
     def keep_and_clip():
-        found.update({name: p.grad.full_tensor().clone() for p, name in optimizer._names.items()})
+        found.update({name: p.grad.full_tensor().clone() for p, name in optimizer.names.items()})
         return clip()
 
     optimizer.clip = keep_and_clip
@@ -179,17 +180,17 @@ def skip(checkpoint: str, value: float, values: dict):
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     backend._optimizer.num_failed = MAX_SKIPPED
     spoil_one_rank(backend, 0, value)
-    before, state = full_state(backend._model), {k: v.clone() for k, v in backend._optimizer.tensors().items()}
-    scale = backend._optimizer._scaler.get_scale()
+    before, state = full_state(backend._model), {k: v.clone() for k, v in state_tensors(backend._optimizer).items()}
+    scale = backend._optimizer.scaler.get_scale()
     try:
         metrics = backend.train_step(packs, LOSSES["grpo"], GRPO)
     except NumericsError as error:
         metrics = {"optim/skipped_steps": 1.0, "message": str(error)}
     after = full_state(backend._model)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(torch.equal(full(state[k]), full(v)) for k, v in backend._optimizer.tensors().items())
+    assert all(torch.equal(full(state[k]), full(v)) for k, v in state_tensors(backend._optimizer).items())
     next_metrics = backend.train_step(packs, LOSSES["grpo"], GRPO)
-    return metrics, scale, backend._optimizer._scaler.get_scale(), next_metrics
+    return metrics, scale, backend._optimizer.scaler.get_scale(), next_metrics
 
 
 @pytest.mark.parametrize("values", [{}, {"offload_optimizer": True}], ids=["device", "optimizer on the host"])
@@ -236,7 +237,9 @@ def offload_between_steps(checkpoint: str):
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     before = full_state(backend._model)
     weights = [local_shard(p) for p in backend.model.parameters()]
-    moments = [local_shard(t) for t in backend._optimizer.tensors().values() if t.device.type == backend.device.type]
+    moments = [
+        local_shard(t) for t in state_tensors(backend._optimizer).values() if t.device.type == backend.device.type
+    ]
     backend.offload(keep_weights=True)
     assert held(moments) == 0 < held(weights)
     backend.compute_logprobs(packs, "policy")

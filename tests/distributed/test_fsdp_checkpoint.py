@@ -22,6 +22,7 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.optimizer_state import state_tensors
 from fsdptrain.fsdp.shard_files import HostStager
 from tests import zoo
 from tests.tensors import same
@@ -50,7 +51,7 @@ def seed_all(seed):
 
 
 def everything(model, optimizer):
-    return full_state(model) | {f"optimizer.{name}": full(t) for name, t in optimizer.tensors().items()}
+    return full_state(model) | {f"optimizer.{name}": full(t) for name, t in state_tensors(optimizer).items()}
 
 
 def save_and_go_on(directory: str, options: dict):

@@ -27,6 +27,7 @@ from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.features.sections import PrefixSharingConfig
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.optimizer_state import state_tensors
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
@@ -168,7 +169,7 @@ def steps(backend: FSDPBackend, case: Case, numbers: range, max_tokens: int) -> 
 
 def state(backend: FSDPBackend) -> dict[str, Tensor]:
     """Weights and the optimizer's state."""
-    moments = {f"optimizer.{name}": full(value) for name, value in backend._optimizer.tensors().items()}
+    moments = {f"optimizer.{name}": full(value) for name, value in state_tensors(backend._optimizer).items()}
     return full_state(backend.model) | moments
 
 

@@ -19,6 +19,7 @@ from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.optimizer_state import state_tensors
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
@@ -164,8 +165,8 @@ def checkpoint_and_refusals(hub: Path, directory: Path):
     backend.train_step(packs_of_this_rank(samples(), 128), objective, LossConfig())
     adapters = trained(backend.model)
     others = [p for name, p in backend.model.named_parameters() if name not in adapters]
-    moments = [t for name, t in backend._optimizer.tensors().items() if "exp_avg" in name]
-    assert backend._optimizer.tensors().keys() == {f"{n}.{key}" for n in adapters for key in STATE}
+    moments = [t for name, t in state_tensors(backend._optimizer).items() if "exp_avg" in name]
+    assert state_tensors(backend._optimizer).keys() == {f"{n}.{key}" for n in adapters for key in STATE}
     checkpoints = CheckpointFolder(directory, keep_last=1)
     checkpoints.write(2, lambda folder: backend.save(folder, 2))
     refusals = []

@@ -23,7 +23,7 @@ from fsdptrain.fsdp.muon import _gathered_axis
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.optimizers import find_optimizer
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.model.loading.materialize import own_part
+from fsdptrain.model.loading.fill import own_part
 from fsdptrain.model.structure import repeated_layers
 from fsdptrain.trainer.export import export_checkpoint
 from fsdptrain.types import LossConfig

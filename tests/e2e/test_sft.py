@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import Config, DataConfig
-from fsdptrain.config.sft import SftConfig
+from fsdptrain.config.data import SftConfig
 from fsdptrain.data.sft import SampleBuilder, untokenized
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import DataError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from fsdptrain.loggers import RunInfo
 from fsdptrain.loggers.jsonl import JsonlLogger
-from fsdptrain.loggers.run_info import RunInfo
 from tests.browser import Browser, open_browser
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN, rows_of, trained

@@ -12,6 +12,7 @@ from torch import Tensor
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.optimizer_state import state_tensors
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.types import LossConfig, PackedBatch
 from tests.megatron import cases
@@ -64,7 +65,7 @@ def weights(backend: Any) -> dict[str, Tensor]:
 
 def state(backend: Any) -> dict[str, Tensor]:
     """Masters and moments, whole, by names in the files."""
-    own, found = backend._optimizer.tensors(), masters(backend)
+    own, found = state_tensors(backend._optimizer), masters(backend)
     for kind in KINDS:
         of = backend.weights.stream(
             dtype=torch.float32,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fsdptrain.model.logprobs import chunked_logprobs
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from fsdptrain.types import UNTRUNCATED, Truncation
 from tests.unit.model.test_truncation import head_of
 
 HEADS = st.fixed_dictionaries(

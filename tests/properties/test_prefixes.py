@@ -18,7 +18,7 @@ from fsdptrain.data.packing.sample_index import prompt_key
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
 from fsdptrain.features.prefix_sharing.plan import MOST_SHARED, plan_shared
-from fsdptrain.model.attention import attention, blocks
+from fsdptrain.model.attention import blocks, varlen
 from fsdptrain.model.attention.attention import Boundaries, attend
 from fsdptrain.types import PackedBatch, Sample
 from tests.varlen import varlen_attn
@@ -184,14 +184,14 @@ def limits(shared: SharedPrefixes, seqlens: tuple[int, ...]) -> Boundaries:
 
 @pytest.mark.parametrize("window", [None, 3, 25])
 def test_the_varlen_kernel_gets_the_keys_of_the_prefix(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     shared, seqlens = shared_of([(20, [3, 9, 1]), (0, [4]), (7, [2, 5])])
     q, k, v = (torch.randn(1, h, shared.num_tokens, 8, dtype=torch.float64) for h in (4, 2, 2))
     bounds = limits(shared, seqlens)
     wanted, _ = attend(nn.Module(), q, k, v, None, varlen=False, sliding_window=window, boundaries=bounds)
     keys, values = (x.index_select(2, shared.rows) for x in (k, v))
     of_keys = Boundaries(seqlens, torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32), padded=False)
-    found = attention.varlen_attention(q, keys, values, bounds, 8**-0.5, window, of_keys)
+    found = varlen.varlen_attention(q, keys, values, bounds, 8**-0.5, window, of_keys)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 

@@ -33,7 +33,7 @@ def exchange_samples(
     """
     assert all(len(set(wanted)) == len(wanted) for wanted in destinations), "a rank gets a sample twice"
     rank = dist.get_rank()
-    first = index.of_rank(rank).start
+    first = sum(owner < rank for owner in index.owners)
     outgoing = [[samples[i - first] for i in wanted if index.owners[i] == rank] for wanted in destinations]
     integers = _all_to_all([_column(map(_integers, batch), np.int64) for batch in outgoing])
     logprobs = _all_to_all([_column((sample.rollout_logprobs for sample in batch), np.float64) for batch in outgoing])

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens
+from fsdptrain.distributed import gather
 from fsdptrain.types import Sample
 
 
@@ -24,11 +22,6 @@ class SampleIndex:
     prompts: tuple[tuple[int, int], ...]  # (hash, length) of each prompt, from `prompt_key`
     has_advantage: tuple[bool, ...]  # whether the advantage of each sample is not 0
     route_shape: tuple[int, int] | None = None  # (layers, k), if samples have routes
-
-    def of_rank(self, rank: int) -> range:
-        """Return the indices of the samples on `rank`."""
-        first = sum(owner < rank for owner in self.owners)
-        return range(first, first + self.owners.count(rank))
 
     def totals(self, indices: Sequence[int], packed: Sequence[int]) -> Totals:
         """Return the denominators of an optimizer step over the samples `indices`, of which `packed` are computed."""
@@ -49,8 +42,8 @@ def gather_index(samples: Sequence[Sample]) -> SampleIndex:
         )
         for sample, key in zip(samples, sample_keys(samples), strict=True)
     ]
-    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 8))
-    rows = torch.cat(by_rank).tolist()
+    by_rank = gather(np.array(facts, dtype=np.int64).reshape(-1, 8))
+    rows = np.concatenate(by_rank).tolist()
     return SampleIndex(
         lengths=tuple(length for length, *_ in rows),
         loss_tokens=tuple(count for _, count, *_ in rows),
@@ -71,21 +64,6 @@ def sample_keys(samples: Sequence[Sample]) -> list[int]:
         digest = hashlib.blake2b(f"{place} {sample.group_id}".encode(), digest_size=8).digest()
         keys.append(int.from_bytes(digest) >> 1)
     return keys
-
-
-def _all_gather_rows(rows: Tensor) -> list[Tensor]:
-    """Gather [n, k] from each rank, where n may differ. Padded to the largest n for the transfer."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [rows]
-    num_ranks = dist.get_world_size()
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
-    dist.all_gather(counts, torch.tensor([len(rows)]))
-    most = max(int(count) for count in counts)
-    padded = rows.new_zeros(most, rows.shape[1])
-    padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in range(num_ranks)]
-    dist.all_gather(gathered, padded)
-    return [part[: int(count)] for part, count in zip(gathered, counts, strict=True)]
 
 
 def prompt_length(sample: Sample) -> int:

@@ -29,7 +29,8 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.lora.targets import find_targets, shortest_names
 from fsdptrain.features.sections import LoraConfig
 from fsdptrain.fsdp.stream import full_tensor
-from fsdptrain.model.loading.materialize import filled_like, local_part, moved, own_part, register
+from fsdptrain.model.loading.fill import filled_like, own_part
+from fsdptrain.model.loading.materialize import local_part, moved, register
 
 if TYPE_CHECKING:
     import peft

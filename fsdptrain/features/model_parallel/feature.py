@@ -22,8 +22,8 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, LogProbsFunction
 from fsdptrain.features.meta import meta_model_of
 from fsdptrain.features.model_parallel.plan import split_model, split_plan_of
+from fsdptrain.fsdp.expert_shards import is_split
 from fsdptrain.fsdp.mesh import EXPERT, TENSOR, Meshes
-from fsdptrain.fsdp.wrap import is_split
 from fsdptrain.model.loading.materialize import local_part
 from fsdptrain.model.probes.head import check_backward
 from fsdptrain.model.probes.layout import LayoutProbe

@@ -17,8 +17,8 @@ from fsdptrain.model.attention.attention import (
     attention_by_segment,
     segment_spans,
     takes_flash,
-    varlen_attention,
 )
+from fsdptrain.model.attention.varlen import varlen_attention
 from fsdptrain.model.rows import PackedRows
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdptrain import platform
-from fsdptrain.model.loading.materialize import filled_like, local_part
+from fsdptrain.model.loading.fill import filled_like
+from fsdptrain.model.loading.materialize import local_part
 
 BLOCK = 64  # weights of a row that share a scale
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that bitsandbytes computes with

@@ -13,7 +13,6 @@ leak. A feature may put another attention into `boundaries` (context parallelism
 Padded rows need no mask: padding is on the right, and causal queries never see tokens to their right.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -35,7 +33,6 @@ VARLEN = "fsdptrain_varlen"
 PACKAGE_ATTENTION = (SEGMENTS, VARLEN)
 _TOWER = "sdpa"
 MAX_VARLEN_HEAD_DIM = 256  # limit of the flash kernels behind varlen_attn
-_VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs no flag for it
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
@@ -183,6 +180,8 @@ def packed_attention(
     """Compute attention over whole sequences on this rank. [B, H, S, D] -> [B, S, H, DV]"""
     spans = segment_spans(query, boundaries)
     if not boundaries.padded and takes_flash(query, value, options):
+        from fsdptrain.model.attention.varlen import varlen_attention
+
         return varlen_attention(query, key, value, boundaries, options.scale, options.window)
     return attention_by_segment(query, key, value, spans, spans, options)
 
@@ -227,32 +226,6 @@ def _refuse_unknown(
     causal = vars(module).get("is_causal", True) if is_causal is None else is_causal
     if not causal or query.shape[2] != key.shape[2]:
         raise NumericsError(f"{type(module).__name__} requires attention that is not causal over its own tokens")
-
-
-def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    boundaries: Boundaries,
-    scale: float,
-    window: int | None,
-    of_keys: Boundaries | None = None,
-) -> Tensor:
-    """Call torch's flash kernel once for the pack. Returns [1, T, H, DV].
-
-    The kernel requires one head width for q, k and v, a multiple of 8. of_keys: boundaries of the keys, if segments
-    have more keys than queries; the last query of a segment is then aligned with its last key.
-    """
-    width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    queries, keys, values = (widen(x, width)[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, width]
-    options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_HAS_GQA_FLAG else {}
-    of_keys = of_keys or boundaries
-    longest = max(of_keys.seqlens)
-    left = -1 if window is None or window >= longest else window - 1  # the kernel counts the keys before the query
-    limits = (boundaries.cu_seqlens, of_keys.cu_seqlens, max(boundaries.seqlens), longest)
-    out = varlen_attn(queries, keys, values, *limits, scale=scale, window_size=(left, 0), **options)
-    assert isinstance(out, Tensor)
-    return out[None, :, :, : v.shape[-1]]
 
 
 def segment_attention(

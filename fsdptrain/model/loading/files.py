@@ -2,10 +2,6 @@
 
 import json
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -27,31 +23,13 @@ def resolve_checkpoint(name: str, *, weights: bool = True) -> Path:
     Raises:
         CheckpointError: no such folder or repository, no network, or no config.json and safetensors in it.
     """
-    here = gather(Path(name).is_dir())
-    if any(here) or Path(name).is_absolute():
-        with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
-            return _checked(Path(name), weights=weights)
-    from fsdptrain.model.loading.hub import HUB_FILES, WEIGHT_FILES, download, run_long
+    path = Path(name)
+    if not any(gather(path.is_dir())) and not path.is_absolute():
+        from fsdptrain.model.loading.hub import download_once
 
-    patterns = [*HUB_FILES, *WEIGHT_FILES] if weights else HUB_FILES
-    downloads = os.environ.get("LOCAL_RANK", "0") == "0"
-    if downloads:
-        log.info("--hf-checkpoint %s: no local folder; looking it up on the hub", name)
+        path = download_once(name, weights=weights)
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
-        run_long(partial(download, name, patterns) if downloads else None)  # the others wait however long it takes
-    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
-        return _checked(download(name, patterns, local_files_only=True), weights=weights)
-
-
-@contextmanager
-def named_in_errors(source: str) -> Iterator[None]:
-    """Let a CheckpointError that begins with --hf-checkpoint begin with `source`, whose files were read."""
-    try:
-        yield
-    except CheckpointError as error:  # raised on all ranks
-        text = str(error)
-        found = text.removeprefix("--hf-checkpoint")
-        raise CheckpointError(text if found == text else source + found) from error
+        return _checked(path, weights=weights)
 
 
 def weight_files(path: Path) -> list[Path]:

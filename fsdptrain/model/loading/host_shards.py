@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdptrain.model.loading.materialize import filled_like, local_part, parameter_names, register
+from fsdptrain.model.loading.fill import filled_like, parameter_names
+from fsdptrain.model.loading.materialize import local_part, register
 
 
 def move_shards_to_host(model: PreTrainedModel) -> dict[tuple[str, ...], nn.Parameter]:

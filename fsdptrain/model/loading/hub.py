@@ -1,14 +1,19 @@
 """Download checkpoints from the Hub."""
 
+import logging
+import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from fsdptrain.distributed import any_rank, one_line
+from fsdptrain.distributed import any_rank, one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.formats import with_config
+
+log = logging.getLogger(__name__)
 
 WEIGHT_FILES = ["*.safetensors"]
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
@@ -24,6 +29,18 @@ def resolve_config(name: str) -> Path:
     if not path.is_dir() and not path.is_absolute():
         path = download(name, ["*.json", "*.py"])
     return with_config(path)
+
+
+def download_once(name: str, *, weights: bool) -> Path:
+    """Download `name` on one rank per node, with its weights or without. Returns the folder. Collective."""
+    patterns = [*HUB_FILES, *WEIGHT_FILES] if weights else HUB_FILES
+    downloads = os.environ.get("LOCAL_RANK", "0") == "0"
+    if downloads:
+        log.info("--hf-checkpoint %s: no local folder; looking it up on the hub", name)
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
+        run_long(partial(download, name, patterns) if downloads else None)  # the others wait however long it takes
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
+        return download(name, patterns, local_files_only=True)
 
 
 def download(name: str, patterns: list[str], *, local_files_only: bool = False) -> Path:

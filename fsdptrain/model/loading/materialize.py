@@ -8,19 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.files import some_of
-
-
-@torch.no_grad()
-def filled_like(parameter: nn.Parameter, local: Tensor, device: torch.device) -> nn.Parameter:
-    """Return a parameter like the meta `parameter`, on `device`, with the local values `local`."""
-    tensor = torch.empty_like(parameter, device=device)
-    local_part(tensor).copy_(local)
-    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -34,13 +26,6 @@ def store_in(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of `whole`, sharded like `like`; all of it if `like` is a plain tensor."""
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
-
-
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
     """Return `tensor` in `dtype` on `device` with the same sharding.
 
@@ -52,14 +37,6 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype, *, copy: boo
         return part
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of each parameter in model order. A tied parameter has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [tuple(group) for group in names.values()]
 
 
 def register(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ the reader behind `from_pretrained`, and is limited to the versions in `TESTED_T
 import hashlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,6 +21,8 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -27,7 +30,6 @@ from transformers import (
 from fsdptrain import platform
 from fsdptrain.distributed import one_line, raise_on_all_ranks, require_same
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import set_attention
 from fsdptrain.model.loading.files import different_files, resolve_checkpoint, some_of, weight_files
 from fsdptrain.model.loading.formats import read_config, refuse_quantized
@@ -65,6 +67,26 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
                 return model_from_config(config, attn_implementation="eager", **options)
         set_attention(model, attn_implementation)
         return model
+
+
+def model_from_config(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build a model of `config` without weights. `options` are those of transformers' `from_config`.
+
+    The vision-language class is used if the config names it as its architecture (Qwen3.5 exists only in that form), or
+    if transformers has no causal language model for the config. Otherwise the causal language model is used.
+    """
+    kind = type(config)
+    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and _names_vision(config)
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return auto.from_config(config, **options)
+
+
+def _names_vision(config: PreTrainedConfig) -> bool:
+    kind = type(config)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    sees: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    return sees.__name__ in (config.architectures or ())
 
 
 def load_weights(

@@ -13,15 +13,8 @@ from fsdptrain import platform
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.files import weight_files
-from fsdptrain.model.loading.materialize import (
-    filled_like,
-    own_part,
-    parameter_names,
-    quiet_transformers,
-    refuse_leftovers,
-    refuse_misfits,
-    register,
-)
+from fsdptrain.model.loading.fill import filled_like, own_part, parameter_names
+from fsdptrain.model.loading.materialize import quiet_transformers, refuse_leftovers, refuse_misfits, register
 from fsdptrain.model.loading.meta import problems_of
 from fsdptrain.model.structure import stock_class
 

@@ -6,6 +6,7 @@ A fallback is correct but slower or needs more memory. A run warns once about ea
 """
 
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.attention.attention import MAX_VARLEN_HEAD_DIM, PACKAGE_ATTENTION, SEGMENTS, VARLEN
 from fsdptrain.model.layer_kinds import module_kind
 from fsdptrain.model.probes.layout import LayoutProbe
+
+log = logging.getLogger(__name__)
 
 # Matches how transformers declares a function from a package with a fallback in torch.
 _STAND_IN = re.compile(r"@use_kernel_func_from_hub_with_fallback\(\s*\"(\w+)\",\s*\"(\w+)\"")
@@ -107,6 +112,16 @@ def _varlen_obstacle(model: PreTrainedModel, compute_dtype: torch.dtype) -> str:
 def _has_softcap_or_sinks(model: PreTrainedModel) -> bool:
     capped = model.config.get_text_config().to_dict().get("attn_logit_softcapping")
     return bool(capped) or any(name.endswith("sinks") for name, _ in model.named_parameters())
+
+
+def report_fallbacks(found: Sequence[Kernel], *, strict: bool) -> None:
+    """Log one warning per fallback on rank 0. With --strict, raise ConfigError on all ranks. Collective."""
+    for kernel in found:
+        if kernel.fell_back and not strict and dist.get_rank() == 0:
+            log.warning("fallback: %s", kernel.line)
+    with raise_on_all_ranks(ConfigError, "--strict"):
+        if strict:
+            require_no_fallback(found)
 
 
 def recurrent_kernels(model: PreTrainedModel, device_type: str) -> Iterator[Kernel]:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.layer_kinds import are_of_the_text, layer_kinds, per_layer_lists
+from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import MODEL_ERRORS
 
 _AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fsdptrain.enabled_features import NO_FEATURES, Features
-from fsdptrain.model.truncation import Truncation
 from fsdptrain.rollout.sampling import sample
-from fsdptrain.types import Prompt, SamplingParams
+from fsdptrain.types import Prompt, SamplingParams, Truncation
 
 if TYPE_CHECKING:
     from fsdptrain.data.routes import RouteRecorder

@@ -14,9 +14,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import RolloutError
-from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.loading.files import some_of
 from fsdptrain.model.loading.materialize import store_in
+from fsdptrain.model.loading.meta import model_from_config
 
 _NEEDED = {"past_key_values", "position_ids", "logits_to_keep"}
 

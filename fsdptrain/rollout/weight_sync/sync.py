@@ -1,6 +1,5 @@
 """Push the trainer's weights to the engine and verify that they arrived."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ from fsdptrain.types import Metrics
 if TYPE_CHECKING:
     from fsdptrain.protocols import RolloutEngine, TrainBackend
     from fsdptrain.rollout.weight_sync.verify import WeightVerifier
-
-log = logging.getLogger(__name__)
 
 Span = Callable[[str], AbstractContextManager[None]]  # times a stage, "sync"
 
@@ -62,10 +59,6 @@ def build_verifier(config: Config, engine: "RolloutEngine") -> "WeightVerifier |
     """None if the engine cannot be verified, or must not be. The embedded engine copies the weights in this process."""
     if not config.run.verify_weight_sync or config.rollout.engine == "hf":
         return None
-    from fsdptrain.protocols import CheckedEngine
-    from fsdptrain.rollout.weight_sync.verify import WeightVerifier, rounding_tolerance
+    from fsdptrain.rollout.weight_sync.verify import verifier_of
 
-    if not isinstance(engine, CheckedEngine):
-        log.warning("weight syncs are not verified: %s has no method `checksums`", type(engine).__name__)
-        return None
-    return WeightVerifier(engine, tolerance=rounding_tolerance(getattr(torch, config.compute_dtype_name)))
+    return verifier_of(engine, getattr(torch, config.compute_dtype_name))

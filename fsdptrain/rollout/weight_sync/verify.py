@@ -14,13 +14,21 @@ from torch import Tensor
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.model.loading.files import some_of
-from fsdptrain.protocols import CheckedEngine
+from fsdptrain.protocols import CheckedEngine, RolloutEngine
 from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
 from fsdptrain.types import ChecksumKind
 
 log = logging.getLogger(__name__)
 
 FLAG = "--verify-weight-sync"
+
+
+def verifier_of(engine: RolloutEngine, dtype: torch.dtype) -> "WeightVerifier | None":
+    """Return a verifier of the syncs of weights in `dtype` to `engine`; None, with a warning, without checksums."""
+    if not isinstance(engine, CheckedEngine):
+        log.warning("weight syncs are not verified: %s has no method `checksums`", type(engine).__name__)
+        return None
+    return WeightVerifier(engine, tolerance=rounding_tolerance(dtype))
 
 
 class WeightVerifier:

@@ -23,15 +23,16 @@ from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.model_parallel.plan import split_plan_of
 from fsdptrain.features.sections import ContextParallelConfig, LigerConfig, LoraConfig
 from fsdptrain.fsdp.build import meta_policy
-from fsdptrain.memory.estimate import Shapes
+from fsdptrain.memory.estimate import Shapes, count_parameters
 from fsdptrain.model.layer_kinds import layer_kinds
+from fsdptrain.model.loading.fill import parameter_names
 from fsdptrain.model.loading.hub import resolve_config
-from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers
+from fsdptrain.model.loading.materialize import quiet_transformers
 from fsdptrain.model.policy import head_transform
 from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.model.structure import active_sizes, count_parameters, lm_head
+from fsdptrain.model.structure import active_sizes, lm_head
 from fsdptrain.trainer.resolve import resolve_dtype
 
 
@@ -135,11 +136,11 @@ def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
 
 
 def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:
-    counts = count_parameters(model)
+    total, frozen = count_parameters(model)
     return {
-        "total": counts.total,
+        "total": total,
         "active": round(sum(active_sizes(model).values())),  # used by one token, embedding and head included
-        "trainable": counts.total - counts.frozen,
+        "trainable": total - frozen,
         "per_rank": sum(map(shapes.shard, model.parameters())),  # on the rank with most
         "num_shards": shapes.num_shards,
     }

@@ -6,7 +6,6 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -89,23 +88,6 @@ def build_sampler(
     return MultiTurn.of(config, tokenizer, environment=environment, **options)
 
 
-def sample_builder(
-    config: Config, files: Path, tokenizer: PreTrainedTokenizerBase, stream: PromptStream
-) -> "SampleBuilder | None":
-    """Return the builder of supervised samples; None in RL. Raises DataError if none of the first rows is usable."""
-    if config.algorithm.algorithm != "sft":
-        return None
-    from fsdptrain.data.sft import SampleBuilder
-    from fsdptrain.model.loading.meta import model_config
-    from fsdptrain.trainer.samples.sft import check_first_rows
-
-    model = model_config(files, trust_remote_code=config.model.trust_remote_code).get_text_config(decoder=True)
-    builder = SampleBuilder.of(config, tokenizer, num_tokens=getattr(model, "vocab_size", None))
-    if config.run.num_rollout:
-        check_first_rows(stream, builder)
-    return builder
-
-
 def build_source(
     config: Config,
     stream: PromptStream,
@@ -138,16 +120,9 @@ def build_source(
         values["rules"] = SelectionRules(dynamic=True, max_rounds=config.selection.dynamic_sampling_max_rounds)
     if threads is None:
         return RolloutSource(**values)
-    from fsdptrain.trainer.samples.continuous import ContinuousSource, SteppedEngine
+    from fsdptrain.trainer.samples.continuous import ContinuousSource
 
-    return ContinuousSource(
-        **values,
-        threads=threads,
-        stepped=engine if isinstance(engine, SteppedEngine) else None,
-        max_staleness=config.sync.max_staleness,
-        num_rollouts=config.run.num_rollout,
-        timeout=config.launch.dist_timeout,
-    )
+    return ContinuousSource.of(config, engine, threads, values)
 
 
 def shaping_rule(config: Config) -> "ShapingRule | None":
@@ -156,11 +131,7 @@ def shaping_rule(config: Config) -> "ShapingRule | None":
         return None
     from fsdptrain.algo.shaping import ShapingRule
 
-    return ShapingRule(
-        max_response_len=config.rollout.max_response_len,
-        overlong_buffer=config.overlong_buffer,
-        overlong_penalty=config.shaping.overlong_penalty,
-    )
+    return ShapingRule(config.rollout.max_response_len, config.overlong_buffer, config.shaping.overlong_penalty)
 
 
 def advantage_rule(config: Config) -> AdvantageRule:

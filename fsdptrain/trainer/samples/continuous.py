@@ -3,10 +3,11 @@
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -56,6 +57,18 @@ class ContinuousSource(RolloutSource):
     _first_step: int | None = field(init=False, default=None)
     _num_started: int = field(init=False, default=0)
     _changed: threading.Event = field(init=False, default_factory=threading.Event)  # a group of this rank has finished
+
+    @classmethod
+    def of(cls, config: Config, engine: RolloutEngine | None, threads: Executor, values: Mapping[str, Any]) -> Self:
+        """values: those of RolloutSource."""
+        return cls(
+            **values,
+            threads=threads,
+            stepped=engine if isinstance(engine, SteppedEngine) else None,
+            max_staleness=config.sync.max_staleness,
+            num_rollouts=config.run.num_rollout,
+            timeout=config.launch.dist_timeout,
+        )
 
     @property
     def in_flight(self) -> bool:

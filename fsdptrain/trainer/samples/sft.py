@@ -4,15 +4,19 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.config import Config
 from fsdptrain.data.prompts import MOST_UNUSABLE, PromptStream
 from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder
 from fsdptrain.data.sft_forms import UnusableRowError
 from fsdptrain.data.text import special_tokens
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import DataError, RolloutError
+from fsdptrain.model.loading.meta import model_config
 from fsdptrain.trainer.samples.source import RolloutBatch, images_of, own_share
 from fsdptrain.types import Prompt, Sample
 
@@ -89,6 +93,17 @@ class SftSource:
         for kind in refused.counts.keys() - self._warned:
             log.warning("skipping rows like this one: %s", refused.examples[kind])
         self._warned |= refused.counts.keys()
+
+
+def open_builder(
+    config: Config, files: Path, tokenizer: PreTrainedTokenizerBase, stream: PromptStream
+) -> SampleBuilder:
+    """Return the builder of supervised samples. Raises DataError if none of the first rows is usable."""
+    model = model_config(files, trust_remote_code=config.model.trust_remote_code).get_text_config(decoder=True)
+    builder = SampleBuilder.of(config, tokenizer, num_tokens=getattr(model, "vocab_size", None))
+    if config.run.num_rollout:
+        check_first_rows(stream, builder)
+    return builder
 
 
 def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[list[Sample], Refusals]:

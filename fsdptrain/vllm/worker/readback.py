@@ -6,7 +6,8 @@ parallelism the parts of a tensor are gathered: all workers read the same names 
 equal and are not are concatenated, which equals no tensor of the trainer.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 
 from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
 from fsdptrain.vllm.worker.cpu_quirks import forget_orders, packing_of, unpack
-from fsdptrain.vllm.worker.expert_names import EXPERT
 
 if TYPE_CHECKING:
     from fsdptrain.types import ChecksumKind
 
+EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")  # in a checkpoint
 _UNITS_AT_ONCE = 256  # rows
 _PLAIN = ("TRITON", "BATCHED_TRITON")  # kernels that keep the layout of experts
 
@@ -203,3 +204,21 @@ def _all_gathered(part: Tensor, dim: int) -> tuple[Tensor, ...]:
 
     group = get_tp_group()
     return group.all_gather(part.contiguous(), dim).chunk(group.world_size, dim)
+
+
+def missing_experts(received: Iterable[str]) -> list[str]:
+    """Names that `received` lacks. All layers have the same number of experts, all experts of a layer the same parts.
+
+    vLLM fuses experts, and counts the fused tensor as loaded when one of them has arrived.
+    """
+    found: dict[str, set[tuple[int, str]]] = {}
+    for match in filter(None, map(EXPERT.fullmatch, received)):
+        found.setdefault(match["experts"], set()).add((int(match["number"]), match["part"]))
+    count = max((number + 1 for held in found.values() for number, _ in held), default=0)
+    return [
+        f"{experts}.{number}.{part}.weight"
+        for experts, held in found.items()
+        for number in range(count)
+        for part in sorted({part for _, part in held})
+        if (number, part) not in held
+    ]

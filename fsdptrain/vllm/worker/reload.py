@@ -20,7 +20,7 @@ from fsdptrain.vllm.worker.cpu_quirks import (
     request_amx,
     tied_heads,
 )
-from fsdptrain.vllm.worker.expert_names import missing_experts
+from fsdptrain.vllm.worker.readback import missing_experts
 
 _MAX_SHOWN = 5  # names in an error
 _LAYERS_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")

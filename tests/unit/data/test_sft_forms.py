@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from fsdptrain.config import DataConfig
-from fsdptrain.config.sft import SftConfig
+from fsdptrain.config.data import SftConfig
 from fsdptrain.data.rows import Row, Rows
 from fsdptrain.data.sft_forms import Conversation, Text, UnusableRowError
 from fsdptrain.data.sources import load_rows

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fsdptrain.config import DataConfig, RolloutConfig
-from fsdptrain.config.sft import SftConfig
+from fsdptrain.config.data import SftConfig
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.sft import SampleBuilder, untokenized
 from fsdptrain.data.sft_forms import UnusableRowError

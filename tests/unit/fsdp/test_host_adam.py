@@ -9,6 +9,7 @@ from torch import nn
 from fsdptrain.config import OptimConfig
 from fsdptrain.fsdp import host_adam
 from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.optimizer_state import state_tensors
 
 SIZES = st.lists(st.sampled_from([(1,), (7,), (16, 3), (33, 5), (4, 2, 9), (0,)]), min_size=1, max_size=4)
 
@@ -32,7 +33,7 @@ def trained(sizes: list[tuple[int, ...]], num_steps: int, *, num_without: int = 
             p.grad = torch.randn(p.shape, generator=generator)
         optimizer.clip()
         optimizer.step()
-    return dict(model.named_parameters()) | optimizer.tensors()
+    return dict(model.named_parameters()) | state_tensors(optimizer)
 
 
 @settings(deadline=None, max_examples=20)

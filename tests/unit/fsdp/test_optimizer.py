@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from fsdptrain.config import Config, OptimConfig
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp import optimizer as optimizer_module
-from fsdptrain.fsdp.optimizer import DECAYS, MAX_SKIPPED, Optimizer, lr_schedule
+from fsdptrain.fsdp.optimizer import MAX_SKIPPED, Optimizer
+from fsdptrain.fsdp.optimizer_state import create_state, load_state_dict, state_dict, state_tensors
 from fsdptrain.fsdp.optimizers import parameter_groups
+from fsdptrain.fsdp.schedule import DECAYS, lr_schedule
 from fsdptrain.memory.estimate import Shapes
 from tests import zoo
 from tests.testing import tiny_qwen3
@@ -108,7 +110,7 @@ def test_in_float32_the_step_clips_as_a_pass_over_the_gradients_would(clip: floa
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=2e-8)
     [first, *_] = reference.state.values()
-    torch.testing.assert_close(optimizer.tensors()["model.embed_tokens.weight.exp_avg"], first["exp_avg"])
+    torch.testing.assert_close(state_tensors(optimizer)["model.embed_tokens.weight.exp_avg"], first["exp_avg"])
 
 
 @pytest.mark.parametrize("in_step", [True, False])
@@ -125,7 +127,7 @@ def test_gradients_are_clipped_before_the_step_where_the_kernel_may_ignore_the_d
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
         assert norm > 1 if in_step else norm == pytest.approx(0.5)
         end()
-        assert optimizer._optimizer.grad_scale is None, "the divisor is that of one step"  # pyright: ignore
+        assert optimizer.inner.grad_scale is None, "the divisor is that of one step"  # pyright: ignore
 
 
 def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
@@ -135,14 +137,15 @@ def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
     fill_gradients(model, 0)
     optimizer.clip()
     optimizer.step()
-    before = [t.clone() for t in [*model.parameters(), *optimizer.tensors().values()]]
+    before = [t.clone() for t in [*model.parameters(), *state_tensors(optimizer).values()]]
     lr = optimizer.lr
     for _ in range(MAX_SKIPPED):
         fill_gradients(model, 1, scale=math.inf)
         assert not math.isfinite(optimizer.clip().item())
         optimizer.skip()
     assert all(
-        torch.equal(a, b) for a, b in zip(before, [*model.parameters(), *optimizer.tensors().values()], strict=True)
+        torch.equal(a, b)
+        for a, b in zip(before, [*model.parameters(), *state_tensors(optimizer).values()], strict=True)
     )
     assert (optimizer.lr, optimizer.num_updates, optimizer.num_skipped) == (lr, 1, MAX_SKIPPED)
     fill_gradients(model, 1)
@@ -178,10 +181,10 @@ def test_state_survives_json_and_a_fresh_optimizer():
     fill_gradients(model, 0, scale=math.inf)
     optimizer.clip()
     optimizer.skip()
-    state = json.loads(json.dumps(optimizer.state_dict()))
+    state = json.loads(json.dumps(state_dict(optimizer)))
     fresh = Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=True)
-    fresh.load_state_dict(state)
-    assert fresh.state_dict() == optimizer.state_dict()
+    load_state_dict(fresh, state)
+    assert state_dict(fresh) == state_dict(optimizer)
     assert fresh.scale(torch.tensor(1.0)).item() == 32768.0
 
 
@@ -189,7 +192,7 @@ def test_state_survives_json_and_a_fresh_optimizer():
 def test_the_plan_knows_the_state_of_each_optimizer(name: str):
     model = tiny_qwen3(hidden_size=256, intermediate_size=512, head_dim=64, num_key_value_heads=4)
     optim = OptimConfig(optimizer=name)
-    state = Optimizer(model, optim, total_steps=10, fp16=False).tensors()
+    state = state_tensors(Optimizer(model, optim, total_steps=10, fp16=False))
     planned = Shapes(model, Config(hf_checkpoint="x", optim=optim), 1).state()["optimizer state"]
     assert sum(tensor.nbytes for tensor in state.values()) == pytest.approx(planned, rel=0.01)
 
@@ -247,14 +250,14 @@ def test_state_is_created_for_a_resume_where_it_was_saved_and_a_learning_rate_st
     for p in unused:
         p.grad = None
     one.step()
-    other.create_state(json.loads(json.dumps(one.state_dict())))
-    assert other.tensors().keys() == one.tensors().keys()
-    assert not any("layers.1." in name for name in other.tensors())
-    assert all(isinstance(group["lr"], torch.Tensor) for group in other._optimizer.param_groups)
+    create_state(other, json.loads(json.dumps(state_dict(one))))
+    assert state_tensors(other).keys() == state_tensors(one).keys()
+    assert not any("layers.1." in name for name in state_tensors(other))
+    assert all(isinstance(group["lr"], torch.Tensor) for group in other.inner.param_groups)
 
 
 def test_a_checkpoint_whose_state_has_another_form_is_refused() -> None:
-    saved = Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=False).state_dict()
+    saved = state_dict(Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=False))
     saved["tensors"].remove("model.norm.weight.exp_avg")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight\.exp_avg.*number of ranks"):
-        Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=False).create_state(saved)
+        create_state(Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=False), saved)

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from fsdptrain.config import Config
+from fsdptrain.loggers import RunInfo
 from fsdptrain.loggers.console import ConsoleLogger, header
-from fsdptrain.loggers.run_info import RunInfo
 
 STEP = {
     "reward/mean": 0.25,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fsdptrain.errors import ConfigError
+from fsdptrain.loggers import RunInfo
 from fsdptrain.loggers.jsonl import JsonlLogger
-from fsdptrain.loggers.run_info import RunInfo
 
 
 def logger(folder, resumed_step=None):

@@ -13,14 +13,13 @@ from fsdptrain.config import Config
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.memory import report
 from fsdptrain.memory.advice import flags_that_help
-from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, estimate, size_of
+from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, count_parameters, estimate, size_of
 from fsdptrain.memory.report import MemoryReport
-from fsdptrain.model.structure import count_parameters
 from fsdptrain.trainer.speed import ModelFlops, model_flops
 from tests import configs, zoo
 
 MODEL = configs.meta_model("llama-3.1-8b")
-TOTAL = count_parameters(MODEL).total
+TOTAL = count_parameters(MODEL)[0]
 MACHINE = Machine(8, device=80 * GIB)
 SFT = {"algorithm": "sft", "eval_interval": 0}
 KL = {"kl_loss_coef": 0.1, "rollout_engine": "vllm-server", "rollout_num_servers": 1}
@@ -82,12 +81,12 @@ def test_the_engine_in_the_process_holds_a_copy_and_a_cache_without_gradients():
 
 def test_an_adapter_has_moments_of_its_own_and_frozen_weights_have_the_compute_dtype():
     model, lora = zoo.build("qwen3", hidden_size=256, intermediate_size=512), {"lora_rank": 4}
-    base = count_parameters(model).total
+    base = count_parameters(model)[0]
     for name, parameter in list(model.named_parameters()):
         parameter.requires_grad_(False)
         if name.endswith("q_proj.weight"):
             model.get_submodule(name.rpartition(".")[0]).register_module("lora_A", torch.nn.Linear(256, 4, bias=False))
-    adapter = count_parameters(model).total - base
+    adapter = count_parameters(model)[0] - base
     found = estimate(model, config(**SFT, **lora), Machine(1)).training
     assert state(found) == [2 * base + 4 * adapter, 8 * adapter, 4 * adapter]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdptrain.errors import ConfigError, NumericsError
-from fsdptrain.model.attention import attention, blocks
+from fsdptrain.model.attention import attention, blocks, varlen
 from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
 from tests.varlen import dense, varlen_attn
 
@@ -184,12 +184,12 @@ SHAPES = [(4, 4, 64, 64), (8, 2, 64, 64), (4, 4, 96, 64), (4, 2, 20, 20)]
 @pytest.mark.parametrize("window", [None, 1, 16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_varlen_kernel_is_called_as_documented(shape, window, has_flag, monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(attention, "_VARLEN_HAS_GQA_FLAG", has_flag)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(varlen, "_VARLEN_HAS_GQA_FLAG", has_flag)
     lengths = [37, 1, 65]
     num_heads, kv_heads, width, value_width = shape
     qkv = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
-    found = attention.varlen_attention(*qkv, boundaries(lengths), width**-0.5, window)
+    found = varlen.varlen_attention(*qkv, boundaries(lengths), width**-0.5, window)
     wanted, _ = attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries(lengths))
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 

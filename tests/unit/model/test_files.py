@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.export import ExportDtypes, copy_rest
+from fsdptrain.fsdp.export import ExportDtypes, copy_rest, new_stop_tokens
 from fsdptrain.model.loading import hub
 from fsdptrain.model.loading.files import resolve_checkpoint, weight_files
 from fsdptrain.model.loading.meta import model_config
-from fsdptrain.rollout.stop_tokens import new_stop_tokens, stop_tokens
+from fsdptrain.rollout.stop_tokens import stop_tokens
 from tests.testing import save_tiny_checkpoint
 
 

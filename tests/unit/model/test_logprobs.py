@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.model.logprobs import chunked_logprobs
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from fsdptrain.types import UNTRUNCATED, Truncation
 from tests.distributed.storages import LargestTensor
 from tests.properties.test_logprobs import full_logprobs
 

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdptrain.model.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
+from fsdptrain.model.running_sums import running_sums
+from fsdptrain.model.truncation import smallest_kept
+from fsdptrain.types import UNTRUNCATED, Truncation
 
 
 def truncations() -> st.SearchStrategy[Truncation]:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from fsdptrain.rewards.answers import extract_answer, find_answer, spoken
 from fsdptrain.rewards.code import code
-from fsdptrain.rewards.functions import exact
-from fsdptrain.rewards.maths import math
+from fsdptrain.rewards.functions import exact, math
 from fsdptrain.types import Prompt
 
 

@@ -24,7 +24,7 @@ from fsdptrain.rewards import local, parallel
 from fsdptrain.rewards import pool as processes
 from fsdptrain.rewards.build import Component, WeightedSum, build_reward
 from fsdptrain.rewards.calls import RewardCalls
-from fsdptrain.rewards.parallel import ParallelReward, build_parallel, compute_rewards, default_workers
+from fsdptrain.rewards.parallel import ParallelReward, build_parallel, compute_rewards
 from fsdptrain.rewards.pool import worker_environment
 from fsdptrain.types import Prompt
 from tests.testing import wait_until
@@ -278,9 +278,9 @@ def test_tasks_that_compare_texts_are_scored_without_processes(data: str, evalua
 
 def test_ranks_share_cores_threads_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, ranks, workers in [(192, 8, 8), (4, 2, 2), (3, 2, 1), (1, 4, 1)]:
-        monkeypatch.setattr(parallel, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(processes, "usable_cores", lambda cores=cores: cores)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert default_workers() == workers
+        assert processes.default_workers() == workers
     monkeypatch.setenv("OMP_NUM_THREADS", "12")
     assert [worker_environment(workers)["OMP_NUM_THREADS"] for workers in (1, 8, 24)] == ["12", "1", "1"]
     monkeypatch.setenv("LOCAL_RANK", "2")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fsdptrain.model.truncation import Truncation
 from fsdptrain.rollout.sampling import inverse_cdf, restrict, sample, uniform_stream
+from fsdptrain.types import Truncation
 
 
 def grid(count: int) -> torch.Tensor:

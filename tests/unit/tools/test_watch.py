@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+from fsdptrain.loggers import RunInfo
 from fsdptrain.loggers.jsonl import JsonlLogger
-from fsdptrain.loggers.run_info import RunInfo
 from fsdptrain.tools.watch.page import render
-from fsdptrain.tools.watch.run_data import RunData
+from fsdptrain.tools.watch.run_data import RunData, Tail
 from fsdptrain.tools.watch.server import WatchServer
-from fsdptrain.tools.watch.tail import Tail
 
 
 def log_steps(folder, steps, *, resumed_step=None, value=0.0):
