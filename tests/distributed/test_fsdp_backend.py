@@ -237,9 +237,8 @@ def offload_between_steps(checkpoint: str):
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     before = full_state(backend._model)
     weights = [local_shard(p) for p in backend.model.parameters()]
-    moments = [
-        local_shard(t) for t in state_tensors(backend._optimizer).values() if t.device.type == backend.device.type
-    ]
+    state = state_tensors(backend._optimizer).values()
+    moments = [local_shard(t) for t in state if t.device.type == backend.device.type]
     backend.offload(keep_weights=True)
     assert held(moments) == 0 < held(weights)
     backend.compute_logprobs(packs, "policy")

@@ -143,10 +143,8 @@ def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
         fill_gradients(model, 1, scale=math.inf)
         assert not math.isfinite(optimizer.clip().item())
         optimizer.skip()
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(before, [*model.parameters(), *state_tensors(optimizer).values()], strict=True)
-    )
+    after = [*model.parameters(), *state_tensors(optimizer).values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert (optimizer.lr, optimizer.num_updates, optimizer.num_skipped) == (lr, 1, MAX_SKIPPED)
     fill_gradients(model, 1)
     optimizer.clip()
