@@ -15,13 +15,7 @@ from fsdptrain.model.attention.attention import resolve_attention, set_attention
 from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import install_policy_forward
 from fsdptrain.model.probes.layout import choose_layout
-from fsdptrain.model.structure import (
-    decoder_layers,
-    freeze_vision,
-    language_model,
-    tower_layers,
-    vision_parameters,
-)
+from fsdptrain.model.structure import decoder_layers, freeze_vision, language_model, tower_layers, vision_parameters
 from tests import vision_zoo, zoo
 from tests.matrix import only
 
