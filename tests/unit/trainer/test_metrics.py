@@ -29,19 +29,9 @@ def test_a_skipped_step_does_not_change_the_gradient_norm() -> None:
     assert mean_metrics([], []) == {}
 
 
-def test_means_over_tokens_weigh_each_step_by_its_tokens() -> None:
-    first = {"policy/entropy": 1.0, "mismatch/abs_max": 1.0, "loss/total": 1.0}
-    second = {"policy/entropy": 0.0, "mismatch/abs_max": 2.0, "loss/total": 0.0}
-    merged = {"policy/entropy": 0.75, "mismatch/abs_max": 2.0, "loss/total": 0.5}
-    assert mean_metrics([first, second], [30, 10]) == merged
-
-
-def test_maxima_counters_and_the_learning_rate_are_not_averaged() -> None:
-    first = {"mismatch/abs_max": 1.0, "mine/any_max": 5.0, "optim/skipped_steps": 1.0, "optim/lr": 3.0}
-    second = {"mismatch/abs_max": 2.0, "mine/any_max": 4.0, "optim/skipped_steps": 2.0, "optim/lr": 1.0}
-    assert mean_metrics([first, second], [1, 1]) == {
-        "mismatch/abs_max": 2.0,
-        "mine/any_max": 5.0,
-        "optim/skipped_steps": 2.0,
-        "optim/lr": 1.0,
-    }
+def test_steps_are_combined_as_their_metrics_need() -> None:
+    """Means over tokens weigh each step by its tokens; maxima, counters and the learning rate are not averaged."""
+    names = ("policy/entropy", "loss/total", "mismatch/abs_max", "mine/any_max", "optim/skipped_steps", "optim/lr")
+    first = dict(zip(names, (1.0, 1.0, 1.0, 5.0, 1.0, 3.0), strict=True))
+    second = dict(zip(names, (0.0, 0.0, 2.0, 4.0, 2.0, 1.0), strict=True))
+    assert mean_metrics([first, second], [30, 10]) == dict(zip(names, (0.75, 0.5, 2.0, 5.0, 2.0, 1.0), strict=True))
