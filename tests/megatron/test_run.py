@@ -137,12 +137,14 @@ def test_metrics_of_wrapped_mixers_are_those_of_fsdp(split: str, tmp_path: Path)
     """Of two updates on two processes, the later after the weights came back from the engine's samples."""
     checkpoint, found = cases.save("qwen3_next", tmp_path / "model"), {}
     for name, flags in {"fsdp": [], "megatron": [*MEGATRON, *SPLITS[split]]}.items():
-        rows = command.train(checkpoint, tmp_path / name, *TINY_RUN, "console", *flags, num_ranks=2, timeout=600.0)
+        # with a small eps, Adam makes of a gradient that is a rounding error a step of any size: one such element of
+        # 113,616 moved the next grad_norm by 1.1e-5
+        flags = [*TINY_RUN, "console", "--adam-eps", "1e-4", *flags]
+        rows = command.train(checkpoint, tmp_path / name, *flags, num_ranks=2, timeout=600.0)
         found[name] = command.trained(rows)
         said = (tmp_path / name / "err").read_text()
-        assert ("4 HFMixer" in said or "2 HFMixer" in said) == bool(flags)
+        assert ("4 HFMixer" in said or "2 HFMixer" in said) == (name == "megatron")
     assert len(found["megatron"]) == 2
     assert_same(found["megatron"], found["fsdp"])
-    # Adam divides by the root of the square: the first update makes a full step of what was a rounding error
-    for ours, theirs, rel in zip(found["megatron"], found["fsdp"], (1e-5, 1e-4), strict=True):
-        assert {name: ours[name] for name in CLOSER} == pytest.approx({name: theirs[name] for name in CLOSER}, rel=rel)
+    for ours, theirs in zip(found["megatron"], found["fsdp"], strict=True):  # measured: 8e-8
+        assert {name: ours[name] for name in CLOSER} == pytest.approx({name: theirs[name] for name in CLOSER}, rel=1e-6)
