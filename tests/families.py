@@ -17,45 +17,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2S
 from tests import zoo
 
 SIZES: dict[str, Any] = {
-    "vocab_size": zoo.VOCAB_SIZE,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "sliding_window": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_dt_rank": 4,
-    "state_size": 16,
-    "time_step_rank": 4,
-}
+    "vocab_size": zoo.VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "sliding_window": 16, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16,
+    "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4,
+    "state_size": 16, "time_step_rank": 4,
+}  # fmt: skip
 _MLA = {"num_key_value_heads": 4, "head_dim": 8} | {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-}
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 _GROUPS = {"n_group": 1, "topk_group": 1}
 _SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 _INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}  # with few heads scores of 0 tie
@@ -68,13 +41,9 @@ _BOTH_ROPES = {
 }
 _PER_LAYER_INPUT = {"vocab_size_per_layer_input": zoo.VOCAB_SIZE, "hidden_size_per_layer_input": 8}
 _INKLING = {
-    "layer_types": ["hybrid_sliding", "hybrid"],
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 16,
-    "sliding_window_size": 16,
-    "mlp_layer_types": ["dense", "sparse"],
-}
+    "layer_types": ["hybrid_sliding", "hybrid"], "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16, "sliding_window_size": 16, "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
 _KIMI = {"linear_head_dim": 16, "linear_num_heads": 4}
 
 # Options of a family beyond `SIZES`.

@@ -120,13 +120,9 @@ def _row(name: str, source: Path, values: Mapping[str, Any] = MappingProxyType({
 
 def _config(checkpoint: Path, values: Mapping[str, Any]) -> Config:
     return Config(
-        hf_checkpoint=str(checkpoint),
-        bf16=False,
-        rollout_temperature=TEMPERATURE,
-        rollout_max_response_len=64,
-        logprob_chunk_size=16,
-        **values,
-    )
+        hf_checkpoint=str(checkpoint), bf16=False, rollout_temperature=TEMPERATURE, rollout_max_response_len=64,
+        logprob_chunk_size=16, **values,
+    )  # fmt: skip
 
 
 def _with_weights(row: Row, backend: FSDPBackend, source: Path) -> Row:
@@ -157,13 +153,9 @@ def _with_gradients(row: Row, backend: FSDPBackend, source: Path) -> Row:
     if error > TOLERANCE and reference == "float64":
         plain_error = _error(_plain_gradients(_plain(source, torch.float32)), wanted)
     return replace(
-        row,
-        has_experts=has_experts,
-        replay_refusal=replay_refusal,
-        reference=reference,
-        gradient_error=error,
+        row, has_experts=has_experts, replay_refusal=replay_refusal, reference=reference, gradient_error=error,
         plain_error=plain_error,
-    )
+    )  # fmt: skip
 
 
 def _replay_refusal(source: Path) -> str:

@@ -80,20 +80,11 @@ def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
     """Return a random float32 Qwen3 with about 0.1 M parameters and the vocabulary of `tiny_tokenizer`."""
     config = Qwen3Config(
         **{
-            "vocab_size": 264,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 1024,
-            "tie_word_embeddings": True,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
-            **overrides,
+            "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+            "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0, **overrides,
         }
-    )
+    )  # fmt: skip
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(config).float()
 
@@ -242,13 +233,9 @@ def reserved_port() -> Iterator[int]:
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets for a rank on one machine."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
 
 
 def _collect(pipes: list[Connection], processes: Sequence[BaseProcess], deadline: float) -> list[Any]:

@@ -9,19 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hf
 from PIL import Image
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -32,30 +22,16 @@ SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>
 VOCAB_SIZE = 272
 IMAGE_TOKEN_ID = 263
 _TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 1,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 1024,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB_SIZE, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 1024, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
+}  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
 _QWEN_TOWER: dict[str, Any] = {
-    **_TOWER,
-    "depth": 2,
-    "num_heads": 2,
-    "in_channels": 3,
-    "out_hidden_size": 64,
-    "spatial_merge_size": 2,
+    **_TOWER, "depth": 2, "num_heads": 2, "in_channels": 3, "out_hidden_size": 64, "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-}
+}  # fmt: skip
 _PLACES = {"vision_start_token_id": 261, "vision_end_token_id": 262, "image_token_id": IMAGE_TOKEN_ID} | {
     "video_token_id": 264
 }
@@ -65,16 +41,16 @@ def _qwen2_5_vl() -> PreTrainedModel:
     tower = {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
     text = {**_TEXT, "rope_parameters": {**_MROPE, "rope_type": "default"}}
     text.pop("head_dim")
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
+    return hf.Qwen2_5_VLForConditionalGeneration(
+        hf.Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
     )
 
 
 def _qwen3_vl() -> PreTrainedModel:
     tower = {**_QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
-    return Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
+    return hf.Qwen3VLForConditionalGeneration(
+        hf.Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
     )
 
 
@@ -83,8 +59,8 @@ def _qwen3_5() -> PreTrainedModel:
     rope = {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
     layers = ["linear_attention", "full_attention"]
     text = {**_TEXT, **zoo.GDN, "rope_parameters": rope, "layer_types": layers}
-    return Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
+    return hf.Qwen3_5ForConditionalGeneration(
+        hf.Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
     )
 
 
@@ -93,11 +69,10 @@ def _gemma3() -> PreTrainedModel:
     text = {**_TEXT, "query_pre_attn_scalar": 16, "sliding_window": 16, "layer_types": layers}
     layers_and_heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
     tower = {**_TOWER, **layers_and_heads, "image_size": 16, "vision_use_head": False}
-    places = {"boi_token_index": 261, "eoi_token_index": 262, "image_token_index": IMAGE_TOKEN_ID}
+    places: dict[str, Any] = {"boi_token_index": 261, "eoi_token_index": 262, "image_token_index": IMAGE_TOKEN_ID}
     text["tie_word_embeddings"] = True
-    return Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, tie_word_embeddings=True, **places)
-    )
+    places |= {"mm_tokens_per_image": 4, "tie_word_embeddings": True}
+    return hf.Gemma3ForConditionalGeneration(hf.Gemma3Config(text_config=text, vision_config=tower, **places))
 
 
 _MODELS = {"qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5, "gemma3": _gemma3}

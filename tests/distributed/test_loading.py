@@ -84,13 +84,9 @@ def _few_experts(root: Path) -> tuple[dict[str, list[str]], dict[str, set[int]]]
 def _hrm_text() -> PreTrainedModel:
     torch.manual_seed(0)
     config = HrmTextConfig(
-        vocab_size=zoo.VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        head_dim=16,
+        vocab_size=zoo.VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16,
         num_layers_per_stack=1,
-    )
+    )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 

@@ -88,14 +88,11 @@ def rollouts(rules: SelectionRules) -> list[dict]:
         rollout_batch = ours.collect(step)
         found.append(
             {
-                "samples": rollout_batch.samples,
-                "metrics": rollout_batch.metrics,
-                "shown": rollout_batch.shown,
-                "num_made": len(rollout_batch.results.results),
-                "rounds": ours.sampler.rounds[:],
+                "samples": rollout_batch.samples, "metrics": rollout_batch.metrics, "shown": rollout_batch.shown,
+                "num_made": len(rollout_batch.results.results), "rounds": ours.sampler.rounds[:],
                 "state": ours.stream.state_dict(),
             }
-        )
+        )  # fmt: skip
         ours.sampler.rounds.clear()
     return found
 

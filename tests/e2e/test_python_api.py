@@ -123,14 +123,9 @@ def test_callbacks_see_every_rollout_step_evaluation_and_checkpoint_and_may_end_
 def test_a_callback_that_generates_or_evaluates_before_the_steps_leaves_the_engine_asleep(checkpoint, tmp_path):
     """And the run that it is in as it was."""
     speaker, options = Speaker(), {"eval_interval": 2, "eval_size": 2, "num_rollout": 2}
-    found = Trainer(
-        config(checkpoint, tmp_path / "a", **options),
-        reward=vowels,
-        dataset=ROWS,
-        engine=speaker.make_engine,
-        callbacks=[speaker],
-    ).fit()
-    alone = Trainer(config(checkpoint, tmp_path / "b", **options), reward=vowels, dataset=ROWS).fit()
+    run, given = config(checkpoint, tmp_path / "a", **options), {"reward": vowels, "dataset": ROWS}
+    found = Trainer(run, **given, engine=speaker.make_engine, callbacks=[speaker]).fit()
+    alone = Trainer(config(checkpoint, tmp_path / "b", **options), **given).fit()
     assert len(speaker.texts) == 2
     assert speaker.asleep == [True] * 4
     numbers = [name for name in alone if name.startswith(("loss/", "optim/", "reward/"))]
@@ -233,25 +228,16 @@ def test_objects_stand_in_for_names(checkpoint, tmp_path):
 
     more = {"lr": 1e-3, "eval_interval": 0}
     given = Trainer(
-        config(checkpoint, tmp_path / "objects", **more),
-        dataset=ROWS,
-        environment=Echo(),
-        loss=loss,
-        advantage=advantage,
-        engine=engine,
-        optimizer=optimizer,
-    )
+        config(checkpoint, tmp_path / "objects", **more), dataset=ROWS, environment=Echo(), loss=loss,
+        advantage=advantage, engine=engine, optimizer=optimizer,
+    )  # fmt: skip
     found = given.fit()
     assert used == {"loss", "advantage", "engine", "optimizer"}
     named = config(
-        checkpoint,
-        tmp_path / "names",
-        environment="tests.e2e.test_python_api:Echo",
-        loss="tests.e2e.test_python_api:grpo_again",
-        advantage_estimator="tests.e2e.test_python_api:centered",
-        rollout_engine="hf",
-        **more,
-    )
+        checkpoint, tmp_path / "names", environment="tests.e2e.test_python_api:Echo",
+        loss="tests.e2e.test_python_api:grpo_again", advantage_estimator="tests.e2e.test_python_api:centered",
+        rollout_engine="hf", **more,
+    )  # fmt: skip
     expected = Trainer(named, dataset=ROWS).fit()
     numbers = [name for name in expected if not name.startswith(("perf/", "memory/"))]
     assert {name: found[name] for name in numbers} == {name: expected[name] for name in numbers}

@@ -35,16 +35,10 @@ CALLS = {"messages": [*CHATS[0][:1], {"role": "assistant", "content": "", "tool_
 
 def flags(checkpoint: Path, folder: Path, rows: list[dict[str, Any]], **values: Any) -> list[str]:
     options = {
-        "hf_checkpoint": checkpoint,
-        "algorithm": "sft",
-        "prompt_data": write_rows(folder / "rows.jsonl", rows),
-        "rollout_batch_size": 4,
-        "num_rollout": 2,
-        "max_tokens_per_gpu": 256,
-        "keep_last": 0,
-        "output_dir": folder / "run",
-        **values,
-    }
+        "hf_checkpoint": checkpoint, "algorithm": "sft", "prompt_data": write_rows(folder / "rows.jsonl", rows),
+        "rollout_batch_size": 4, "num_rollout": 2, "max_tokens_per_gpu": 256, "keep_last": 0,
+        "output_dir": folder / "run", **values,
+    }  # fmt: skip
     pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
     return ["--no-bf16", "--no-export", "--log-to", "console", *(word for pair in pairs for word in pair)]
 

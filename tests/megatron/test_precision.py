@@ -10,24 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.megatron import cases
-from tests.megatron.training import (
-    SMALL,
-    backend_of,
-    flags_of,
-    masters,
-    pack,
-    state,
-    steps,
-    train,
-    weights,
-    whole_gradient,
-)
+from tests.megatron import cases, training
+from tests.megatron.training import backend_of, masters, pack, state, steps, weights, whole_gradient
 from tests.testing import spawn
 
 
 def resume(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
-    backend = backend_of(folder, bf16=True, lr=SMALL)
+    backend = backend_of(folder, bf16=True, lr=training.SMALL)
     assert backend.load(checkpoint / "checkpoints" / "step_00000003") == 3
     rounded = weights(backend)
     assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in masters(backend).items())
@@ -38,7 +27,7 @@ def gradients(folder: Path) -> list[tuple[float, Tensor]]:
     """The norm and all numbers of the gradient of the first step: in bfloat16, and in float32."""
     found = []
     for bf16 in (True, False):
-        backend = backend_of(folder, bf16=bf16, **flags_of({"expert_parallel": 2}))
+        backend = backend_of(folder, bf16=bf16, **training.flags_of({"expert_parallel": 2}))
         (norm,) = steps(backend, 1)
         backend._masters.take_gradients()  # the step has let go of them; they are in the buffers still
         parts = backend.weights.stream(of=whole_gradient(backend._masters), dtype=torch.float32, only_parameters=True)
@@ -53,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(model: Path) -> list[dict[str, Any]]:
-    return spawn(2, train, model, model.parent / "run", {"expert_parallel": 2}, timeout=300.0)
+    return spawn(2, training.train, model, model.parent / "run", {"expert_parallel": 2}, timeout=300.0)
 
 
 def test_masters_begin_as_the_files_are_and_the_model_is_their_rounding(trained) -> None:

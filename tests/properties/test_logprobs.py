@@ -50,13 +50,9 @@ def _of_row(z: Tensor, label: Tensor, truncation: Truncation) -> tuple[Tensor, T
 
 
 @given(
-    sizes=SIZES,
-    head=HEADS,
-    has_bias=st.booleans(),
-    chunk_size=st.integers(1, 13),
-    cached_rows=st.sampled_from([0, 3, 1000]),
-    seed=st.integers(0, 99),
-)
+    sizes=SIZES, head=HEADS, has_bias=st.booleans(), chunk_size=st.integers(1, 13),
+    cached_rows=st.sampled_from([0, 3, 1000]), seed=st.integers(0, 99),
+)  # fmt: skip
 def test_values_and_gradients_are_those_of_a_full_log_softmax(sizes, head, has_bias, chunk_size, cached_rows, seed):
     (num_tokens, width, vocab), generator = sizes, torch.Generator().manual_seed(seed)
     labels = torch.randint(vocab, (num_tokens,), generator=generator)

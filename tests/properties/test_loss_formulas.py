@@ -65,13 +65,10 @@ def make_batch(samples: list[Sample], aggregation: str, *, spread: float, seed: 
     if not batch.loss_mask.any():
         poison = torch.zeros_like(poison)  # an empty pack looks at its first position, with weight 0
     batch = replace(
-        batch,
-        old_logprobs=near(base) + poison,
-        ref_logprobs=near(base) + poison,
-        rollout_logprobs=near(base) + poison,
-        advantages=batch.advantages.double(),
+        batch, old_logprobs=near(base) + poison, ref_logprobs=near(base) + poison,
+        rollout_logprobs=near(base) + poison, advantages=batch.advantages.double(),
         loss_weights=batch.loss_weights.double(),
-    )
+    )  # fmt: skip
     values = (base + poison).requires_grad_()
     return batch, LogProbs(values, entropy_of(values))
 
@@ -89,13 +86,9 @@ def sequences_of(batch: PackedBatch, values: torch.Tensor) -> list[Sequence]:
             assert batch.old_logprobs is not None
             assert batch.ref_logprobs is not None
             columns = (
-                values,
-                batch.old_logprobs,
-                batch.rollout_logprobs,
-                batch.ref_logprobs,
-                batch.loss_weights,
+                values, batch.old_logprobs, batch.rollout_logprobs, batch.ref_logprobs, batch.loss_weights,
                 entropy_of(values),
-            )
+            )  # fmt: skip
             found.append(Sequence(*(column[at] for column in columns), A=batch.advantages[at[0]].item()))
     return found
 

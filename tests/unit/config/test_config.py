@@ -16,12 +16,9 @@ def config(**values):
 def test_sections_flat_keys_and_records_are_three_ways_to_say_the_same():
     flat = config(lr=1e-5, fsdp_cpu_offload=True, algorithm="gspo", reward=["math"])
     nested = Config(
-        model={"hf_checkpoint": "x"},
-        optim={"lr": 1e-5},
-        fsdp={"cpu_offload": True},
-        algorithm={"algorithm": "gspo"},
+        model={"hf_checkpoint": "x"}, optim={"lr": 1e-5}, fsdp={"cpu_offload": True}, algorithm={"algorithm": "gspo"},
         reward={"reward": ["math"]},
-    )
+    )  # fmt: skip
     records = config(
         lr=1e-5, fsdp=FsdpConfig(cpu_offload=True), algorithm=AlgorithmConfig(algorithm="gspo"), reward="math"
     )

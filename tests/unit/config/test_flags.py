@@ -110,12 +110,8 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(tmp_path):
     assert (config.model.layout, config.model.bf16, config.model.hf_checkpoint) == ("padded", True, "y")
     given = {key: source for key, source in sources.items() if source != "default"}
     assert given == {
-        "hf_checkpoint": "recipe",
-        "lr": "flag",
-        "adam_beta1": "recipe",
-        "layout": "recipe",
-        "bf16": "flag",
-    }
+        "hf_checkpoint": "recipe", "lr": "flag", "adam_beta1": "recipe", "layout": "recipe", "bf16": "flag",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("flat", [flat for flat, key in all_keys().items() if key.field.annotation is bool])

@@ -118,13 +118,10 @@ def test_saved_tensors_are_linear_in_the_length() -> None:
 @pytest.mark.parametrize(
     ("requested", "device_type", "name"),
     [
-        ("auto", "cpu", SEGMENTS),
-        ("sdpa", "cpu", SEGMENTS),
-        ("sdpa", "cuda", SEGMENTS),
-        ("varlen", "cuda", VARLEN),
+        ("auto", "cpu", SEGMENTS), ("sdpa", "cpu", SEGMENTS), ("sdpa", "cuda", SEGMENTS), ("varlen", "cuda", VARLEN),
         ("eager", "cpu", "eager"),
     ],
-)
+)  # fmt: skip
 def test_attn_implementation_resolves_to_a_name(requested: str, device_type: str, name: str) -> None:
     assert resolve_attention(requested, device_type) == name
 
@@ -132,12 +129,10 @@ def test_attn_implementation_resolves_to_a_name(requested: str, device_type: str
 @pytest.mark.parametrize(
     ("installed", "capability", "own", "name"),
     [
-        (True, (9, 0), False, "flash_attention_3"),
-        (False, (9, 0), False, VARLEN),
-        (True, (10, 0), False, VARLEN),
+        (True, (9, 0), False, "flash_attention_3"), (False, (9, 0), False, VARLEN), (True, (10, 0), False, VARLEN),
         (True, (9, 0), True, VARLEN),
     ],
-)
+)  # fmt: skip
 def test_auto_takes_flash_attn_3_on_hopper_only(
     installed: bool, capability: tuple[int, int], own: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

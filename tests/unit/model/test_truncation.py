@@ -44,12 +44,9 @@ def kept(logits: Tensor, truncation: Truncation) -> list[set[int]]:
 
 @settings(max_examples=150)
 @given(
-    truncation=truncations(),
-    rows=st.integers(1, 4),
-    vocab=st.sampled_from([1, 2, 7, 300]),
-    levels=st.sampled_from([3, 10**6]),
-    seed=st.integers(0, 10**6),
-)
+    truncation=truncations(), rows=st.integers(1, 4), vocab=st.sampled_from([1, 2, 7, 300]),
+    levels=st.sampled_from([3, 10**6]), seed=st.integers(0, 10**6),
+)  # fmt: skip
 def test_kept_tokens_follow_the_definition_with_ties(truncation, rows, vocab, levels, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(levels, (rows, vocab), generator=generator).double() / levels * 5

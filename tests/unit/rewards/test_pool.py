@@ -29,19 +29,7 @@ from fsdptrain.rewards.pool import worker_environment
 from fsdptrain.types import Prompt
 from tests.testing import wait_until
 from tests.unit.rewards import user_rewards
-from tests.unit.rewards.user_rewards import (
-    Judge,
-    Unloadable,
-    hangs_at_zero,
-    judge,
-    list_for_one,
-    lists,
-    obedient,
-    of_trl,
-    one_argument,
-    says_what_it_is_not,
-    sleeps,
-)
+from tests.unit.rewards.user_rewards import judge, obedient, of_trl, sleeps
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +82,7 @@ def test_a_hang_or_a_crash_costs_its_sample_and_processes_start_without_torch() 
     }
     texts = [text for i, cause in enumerate(causes) for text in (str(i), cause, str(i))]
     calls = [(PROMPT, text) for text in texts]
-    bad = [with_metadata(x=threading.Lock()), with_metadata(x=Unloadable())]
+    bad = [with_metadata(x=threading.Lock()), with_metadata(x=user_rewards.Unloadable())]
     with pool(obedient, timeout=3.0) as rewards:
         outcomes = rewards.run([*calls, (bad[0], "1"), (bad[1], "1")])
         assert scores(rewards, ["torch"]) == [0.0]
@@ -147,7 +135,7 @@ def test_a_reward_that_always_hangs_ends_the_rollout(tmp_path: Path) -> None:
 
 
 def test_all_rewards_of_a_run_have_one_patience() -> None:
-    parts = tuple(Component(name, 1.0, reward) for name, reward in (("a", sleeps), ("b", hangs_at_zero)))
+    parts = tuple(Component(name, 1.0, reward) for name, reward in (("a", sleeps), ("b", user_rewards.hangs_at_zero)))
     with (
         pool(WeightedSum(parts), 1, timeout=SHORT, patience=2 * SHORT) as rewards,
         pytest.raises(RolloutError, match="2 late calls in one rollout"),
@@ -178,7 +166,7 @@ def test_async_calls_run_at_the_same_time_and_late_ones_cost_their_samples() -> 
         results = compute_rewards(rewards, [PROMPT] * 5, ["1", "late", "raise", "canceled", "5"])
     assert [result.reward for result in results.results] == [1.0, None, None, None, 5.0]
     assert results.first_error == f"{OBEDIENT[:-8]}judge: no answer within --reward-timeout 1 s"
-    with pool(Judge()) as rewards:
+    with pool(user_rewards.Judge()) as rewards:
         assert scores(rewards, ["1", "none", "3"]) == [1.0, None, 3.0]
 
 
@@ -195,7 +183,7 @@ def test_a_reward_that_loads_too_long_ends_the_rollout(monkeypatch: pytest.Monke
 
 
 def test_a_reward_of_lists_gets_all_samples_in_one_call() -> None:
-    with pool(lists) as rewards:
+    with pool(user_rewards.lists) as rewards:
         assert scores(rewards, ["1", "none", "nan", "4"]) == [1.0, None, None, 4.0]
         results = compute_rewards(rewards, [PROMPT] * 2, ["short", ""])
         assert scores(rewards, ["1", "_exit"]) == [None, None]
@@ -222,11 +210,11 @@ def test_a_reward_in_the_form_of_trl_gets_the_columns_of_all_samples(prompt: Any
     ("reward", "message"),
     [
         (
-            one_argument,
+            user_rewards.one_argument,
             r"--reward tests.unit.rewards.user_rewards:one_argument has the signature \(response: str\).*does not",
         ),
         (of_trl, r"missing a required argument: 'answer'; the data has the columns question; write f\(prompt, resp"),
-        (list_for_one, r"list_for_one, called with labels as responses: TypeError"),
+        (user_rewards.list_for_one, r"list_for_one, called with labels as responses: TypeError"),
         (user_rewards, "is not a function"),
     ],
 )
@@ -239,7 +227,7 @@ def test_a_reward_that_can_score_no_label_is_reported_by_one_rank() -> None:
     with pool(obedient, 0) as rewards:
         assert rewards.check([PROMPT], call=False) == []
         [line] = rewards.check([PROMPT], call=True)
-    with pool(says_what_it_is_not, 0) as rewards:
+    with pool(user_rewards.says_what_it_is_not, 0) as rewards:
         assert len(rewards.check([PROMPT], call=True)) == 1
     assert line.startswith(f"{OBEDIENT} scored none of 1 labels, passed as responses: ValueErr")
 

@@ -86,15 +86,11 @@ def test_what_is_resolved_can_be_written_read_and_resolved_again(tmp_path, monke
 @pytest.mark.parametrize(
     ("has", "values", "name"),
     [
-        ("avx512_bf16", {}, "bfloat16"),
-        ("amx_bf16", {}, "bfloat16"),
-        ("bf16", {}, "bfloat16"),
-        ("avx2", {}, "float32"),
-        ("avx2", {"bf16": True}, "bfloat16"),
-        ("amx_bf16", {"bf16": False}, "float32"),
+        ("avx512_bf16", {}, "bfloat16"), ("amx_bf16", {}, "bfloat16"), ("bf16", {}, "bfloat16"),
+        ("avx2", {}, "float32"), ("avx2", {"bf16": True}, "bfloat16"), ("amx_bf16", {"bf16": False}, "float32"),
         ("amx_bf16", {"fp16": True}, "float16"),
     ],
-)
+)  # fmt: skip
 def test_a_cpu_computes_in_bfloat16_only_if_it_multiplies_it_or_is_told_to(
     monkeypatch: pytest.MonkeyPatch, has: str, values: dict[str, Any], name: str
 ) -> None:

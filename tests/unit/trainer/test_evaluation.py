@@ -42,16 +42,12 @@ def test_metrics_of_known_rewards():
     pass_2 = (1 - math.comb(3, 2) / math.comb(4, 2) + 1 + 0) / 3
     assert metrics == pytest.approx(
         {
-            "eval/held_out/accuracy": 5 / 12,
-            "eval/held_out/reward_mean": 5.5 / 12,
-            "eval/held_out/length_mean": (1 + 2 + 3 + 4) / 4,
-            "eval/held_out/truncated": 1 / 4,
-            "eval/held_out/unscored": 1 / 12,
-            "eval/held_out/pass@1": 5 / 12,
-            "eval/held_out/pass@2": pass_2,
+            "eval/held_out/accuracy": 5 / 12, "eval/held_out/reward_mean": 5.5 / 12,
+            "eval/held_out/length_mean": (1 + 2 + 3 + 4) / 4, "eval/held_out/truncated": 1 / 4,
+            "eval/held_out/unscored": 1 / 12, "eval/held_out/pass@1": 5 / 12, "eval/held_out/pass@2": pass_2,
             "eval/held_out/pass@4": 2 / 3,
         }
-    )
+    )  # fmt: skip
 
 
 def test_without_prompts_there_are_no_metrics():

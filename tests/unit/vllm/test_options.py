@@ -68,15 +68,8 @@ def test_routes_are_arrays_or_text(dtype):
     assert routes_of(None) is None
 
 
-NAMES = [
-    "model.norm.weight",
-    *(
-        f"model.layers.{i}.mlp.experts.{k}.{part}.weight"
-        for i in (1, 2)
-        for k in range(3)
-        for part in ("w1", "w2", "w3")
-    ),
-]
+NAMES = [f"model.layers.{i}.mlp.experts.{k}.w{part}.weight" for i in (1, 2) for k in range(3) for part in (1, 2, 3)]
+NAMES.append("model.norm.weight")
 
 
 def test_complete_and_absent_layers_have_no_missing_experts():

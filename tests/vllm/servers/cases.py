@@ -13,13 +13,9 @@ GREEDY = SamplingParams(num_samples=1, max_tokens=24, temperature=0.0)
 def options(model: Path, **more: Any) -> dict[str, Any]:
     """Of a small run in float32."""
     return {
-        **OPTIONS,
-        "hf_checkpoint": str(model),
-        "rollout_engine": "vllm-server",
-        "rollout_num_servers": 1,
-        "rollout_kv_cache_gib": 0.05,
-        **more,
-    }
+        **OPTIONS, "hf_checkpoint": str(model), "rollout_engine": "vllm-server", "rollout_num_servers": 1,
+        "rollout_kv_cache_gib": 0.05, **more,
+    }  # fmt: skip
 
 
 def attached(model: Path, *urls: str, **more: Any) -> dict[str, Any]:
