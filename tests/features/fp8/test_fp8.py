@@ -101,12 +101,7 @@ def test_a_run_resumes_bitwise_and_exports_stock_weights(checkpoint: Path, tmp_p
         assert exported
 
 
-def test_routers_and_layers_of_odd_sizes_stay() -> None:
-    model = zoo.meta("qwen3_moe", hidden_size=64)
-    attention = {module for name, module in model.named_modules() if "self_attn" in name}
-    found = float8_layers(model)
-    assert found
-    assert attention.issuperset(found)
+def test_layers_of_odd_sizes_stay() -> None:
     assert len(float8_layers(zoo.meta("qwen3", hidden_size=64, intermediate_size=120))) == 8
 
 

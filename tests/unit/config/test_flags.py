@@ -91,6 +91,17 @@ def test_flags_are_read(flat, argv, expected):
             ["--chat-template-kwargs", "a"],
             "--chat-template-kwargs must be a mapping (on the command line: key=value ...)",
         ),
+        (["trainer.total_epochs=3"], "unexpected argument 'trainer.total_epochs=3': it is --num-rollout here"),
+        (["trainer.nnodes=2"], "unexpected argument 'trainer.nnodes=2': torchrun starts several machines"),
+        (["critic.optim.lr=1"], "unexpected argument 'critic.optim.lr=1': there is no critic here"),
+        (["--critic.optim.lr", "1"], "unknown flag --critic.optim.lr: there is no critic here"),
+        (
+            ["--prompt-data", "a.jsonl", "data.train_batch_size=3"],
+            "unexpected argument 'data.train_batch_size=3': it is --rollout-batch-size here",
+        ),
+        (["--stop", "x"], "unknown flag --stop: there is none here (responses end at the EOS tokens of the model)"),
+        (["--micro-train-batch-size", "2"], "unknown flag --micro-train-batch-size: there is none here (batches are "),
+        (["--vllm_num_engines", "2"], "unknown flag --vllm-num-engines: --rollout-engine vllm has one on each GPU"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_printed(argv, line, capsys):
@@ -99,19 +110,6 @@ def test_a_mistake_is_one_line_and_nothing_is_printed(argv, line, capsys):
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(tmp_path):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("hf_checkpoint: y\noptim:\n  lr: 1e-6\n  adam_beta1: 0.8\nlayout: padded\nbf16: false\n")
-    resolved = resolve(["--recipe", str(recipe), "--lr", "3e-6", "--bf16"])
-    config, sources = resolved.config, resolved.sources
-    assert (config.optim.lr, config.optim.adam_beta1, config.optim.adam_beta2) == (3e-6, 0.8, 0.95)
-    assert (config.model.layout, config.model.bf16, config.model.hf_checkpoint) == ("padded", True, "y")
-    given = {key: source for key, source in sources.items() if source != "default"}
-    assert given == {
-        "hf_checkpoint": "recipe", "lr": "flag", "adam_beta1": "recipe", "layout": "recipe", "bf16": "flag",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("flat", [flat for flat, key in all_keys().items() if key.field.annotation is bool])
@@ -181,28 +179,6 @@ def test_each_name_of_another_trainer_leads_to_an_option():
 def test_the_name_that_another_trainer_gives_an_option_is_translated(word, here):
     with pytest.raises(ConfigError, match=rf": it is {here}( here( \([^`\]]+\))?)?$"):
         resolve(["--hf-checkpoint", "x", word])
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["trainer.total_epochs=3"], "unexpected argument 'trainer.total_epochs=3': it is --num-rollout here"),
-        (["trainer.nnodes=2"], "unexpected argument 'trainer.nnodes=2': torchrun starts several machines"),
-        (["critic.optim.lr=1"], "unexpected argument 'critic.optim.lr=1': there is no critic here"),
-        (["--critic.optim.lr", "1"], "unknown flag --critic.optim.lr: there is no critic here"),
-        (
-            ["--prompt-data", "a.jsonl", "data.train_batch_size=3"],
-            "unexpected argument 'data.train_batch_size=3': it is --rollout-batch-size here",
-        ),
-        (["--stop", "x"], "unknown flag --stop: there is none here (responses end at the EOS tokens of the model)"),
-        (["--micro-train-batch-size", "2"], "unknown flag --micro-train-batch-size: there is none here (batches are "),
-        (["--vllm_num_engines", "2"], "unknown flag --vllm-num-engines: --rollout-engine vllm has one on each GPU"),
-    ],
-)
-def test_the_form_of_other_trainers_is_answered_with_the_option_here(argv, line):
-    with pytest.raises(ConfigError) as caught:
-        resolve([*MODEL, *argv])
-    assert str(caught.value).startswith(line)
 
 
 def test_a_key_of_a_section_is_translated_with_the_name_of_the_section():

@@ -73,16 +73,21 @@ def test_defaults_of_the_section_are_the_preset_of_the_default_algorithm():
     assert Config(hf_checkpoint="x").algorithm == AlgorithmConfig()
 
 
-def test_a_recipe_and_a_flag_win_over_the_preset(tmp_path: Path):
+def test_a_flag_wins_over_a_recipe_a_recipe_over_the_preset_and_that_over_the_default(tmp_path: Path):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("hf_checkpoint: x\nalgorithm: gspo\nglobal_batch_size: 64\nloss_aggregation: token_mean\n")
-    resolved = resolve(["--recipe", str(recipe), "--eps-clip", "0.01"])
-    algorithm, sources = resolved.config.algorithm, resolved.sources
+    text = "hf_checkpoint: x\nalgorithm: gspo\nglobal_batch_size: 64\nloss_aggregation: token_mean\n"
+    recipe.write_text(f"{text}optim:\n  lr: 1e-6\n  adam_beta1: 0.8\nbf16: false\n")
+    resolved = resolve(["--recipe", str(recipe), "--eps-clip", "0.01", "--lr", "3e-6", "--bf16"])
+    algorithm, optim, sources = resolved.config.algorithm, resolved.config.optim, resolved.sources
     assert (algorithm.loss, algorithm.eps_clip, algorithm.eps_clip_high) == ("gspo", 0.01, 4e-4)
     assert algorithm.loss_aggregation == "token_mean"
-    assert [sources[key] for key in ("algorithm", "loss", "eps_clip", "eps_clip_high", "loss_aggregation", "lr")] == [
-        "recipe", "preset", "flag", "preset", "recipe", "default",
-    ]  # fmt: skip
+    assert (optim.lr, optim.adam_beta1, optim.adam_beta2) == (3e-6, 0.8, 0.95)
+    assert resolved.config.model.bf16
+    assert {key for key, source in sources.items() if source == "flag"} == {"eps_clip", "lr", "bf16"}
+    assert {key for key, source in sources.items() if source == "recipe"} == {
+        "hf_checkpoint", "algorithm", "global_batch_size", "loss_aggregation", "adam_beta1",
+    }  # fmt: skip
+    assert (sources["loss"], sources["eps_clip_high"], sources["adam_beta2"]) == ("preset", "preset", "default")
     assert "eps_clip_high: 0.0004" in to_yaml(resolved.config, sources)
 
 

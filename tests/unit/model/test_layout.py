@@ -12,7 +12,8 @@ from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend
 from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout, probe_segments
 from fsdptrain.model.probes.random_copy import random_copy
-from tests import zoo
+from fsdptrain.model.structure import repeated_layers
+from tests import configs, zoo
 from tests.exact import Exact, in_float64
 from tests.matrix import only
 from tests.seam import CPU, policy_model
@@ -124,13 +125,19 @@ def test_out_of_memory_is_raised_and_chooses_no_layout() -> None:
         choose_layout(model, "auto", **OPTIONS)
 
 
-def test_a_random_copy_holds_one_layer_of_each_kind() -> None:
+def test_a_random_copy_holds_one_layer_of_each_kind_of_each_list() -> None:
     deepseek = random_copy(zoo.config("deepseek_v3", num_hidden_layers=6, first_k_dense_replace=2))
     assert [layer.mlp.__class__.__name__ for layer in deepseek.model.layers] == ["DeepseekV3MLP", "DeepseekV3MoE"]
     types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     gpt_oss = random_copy(zoo.config("gpt_oss", num_hidden_layers=4, layer_types=types))
     assert gpt_oss.config.layer_types == ["full_attention", "sliding_attention"]
     assert len(gpt_oss.model.layers) == gpt_oss.config.num_hidden_layers == 2
+    config = configs.meta_model("gemma-3-12b").config
+    config.get_text_config().hidden_size = 64
+    gemma3 = random_copy(config)
+    layers = [type(layer).__name__ for layer in repeated_layers(gemma3)]
+    assert layers == ["SiglipEncoderLayer", "Gemma3DecoderLayer", "Gemma3DecoderLayer"]
+    assert gemma3.config.get_text_config().layer_types == ["sliding_attention", "full_attention"]
 
 
 def test_chunked_attention_uses_the_masks_of_transformers() -> None:

@@ -6,8 +6,7 @@ from torch import nn
 from fsdptrain.errors import CheckpointError
 from fsdptrain.memory.estimate import count_parameters
 from fsdptrain.model.layer_kinds import layer_kinds, module_kind
-from fsdptrain.model.probes.random_copy import random_copy
-from fsdptrain.model.structure import decoder_layers, lm_head, repeated_layers
+from fsdptrain.model.structure import decoder_layers, lm_head
 from tests import configs, zoo
 from tests.matrix import only
 
@@ -60,13 +59,3 @@ def test_a_vision_tower_and_the_text_are_lists_of_their_own():
         ("Gemma3DecoderLayer", "0-4, 6-10 ..."),
         ("Gemma3DecoderLayer", "5, 11 ..."),
     }
-
-
-def test_a_random_copy_keeps_one_layer_of_each_kind_of_each_list():
-    model = configs.meta_model("gemma-3-12b")
-    model.config.get_text_config().hidden_size = 64
-    copy = random_copy(model.config)
-    assert [type(layer).__name__ for layer in repeated_layers(copy)] == ["SiglipEncoderLayer"] + [
-        "Gemma3DecoderLayer"
-    ] * 2
-    assert copy.config.get_text_config().layer_types == ["sliding_attention", "full_attention"]

@@ -103,8 +103,6 @@ def test_a_function_with_a_reserved_name_has_its_full_name(name, tmp_path, monke
         (["math=nan"], "must be a number"),
         (["math", "math=0.5"], "one or more different rewards"),
         (["reasoning_gym"], "--reward reasoning_gym scores reasoning_gym:<task> data only, not --prompt-data x.jsonl"),
-        (["no_such_module:f"], "--reward no_such_module:f: No module named"),
-        (["math:f"], "has no attribute 'f'"),
     ],
 )
 def test_an_invalid_reward_is_an_error(specs: list[str], message: str) -> None:

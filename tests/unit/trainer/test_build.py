@@ -115,16 +115,9 @@ def test_the_scale_is_that_of_the_estimator_by_default() -> None:
     assert advantage_rule(scored(algorithm="reinforce++_baseline", advantage_scale="batch")).scale == "batch"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("statistics:nope", "--advantage-estimator statistics:nope: module 'statistics' has no attribute 'nope'"),
-        ("math:pi", "--advantage-estimator math:pi is not a function"),
-    ],
-)
-def test_an_invalid_estimator_is_one_line(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        advantage_rule(scored(advantage_estimator=name))
+def test_an_invalid_estimator_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="--advantage-estimator math:pi is not a function"):
+        advantage_rule(scored(advantage_estimator="math:pi"))
 
 
 def test_another_value_in_a_mapping_is_named_by_its_key_because_it_may_be_a_secret(tmp_path):

@@ -58,7 +58,6 @@ def test_environments_are_classes():
     ("name", "kwargs", "message"),
     [
         ("calculator", {}, "--environment: unknown name 'calculator' \\(use package.module:name\\)"),
-        ("nowhere:Thing", {}, "--environment nowhere:Thing: No module named 'nowhere'"),
         (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or an async"),
         (f"{HERE}:Countdown", {"turn": 1}, "cannot be made with --environment-kwargs .* unexpected keyword"),
         (f"{HERE}:RowsNotInAMethod", {}, "dataset must be a method, got "),

@@ -21,7 +21,6 @@ from fsdptrain.vllm.server.push import send_files
 from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name
 from fsdptrain.vllm.worker.weight_group import WeightGroup, join_store, tensors_of
 from tests.event_loop import run_in_loop
-from tests.unit.vllm.scripted_server import ScriptedServer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -86,19 +85,6 @@ def test_a_full_disk_is_reported_after_all_weights_were_gathered(tmp_path):
     with pytest.raises(OSError, match="here"):
         folder.write(weights())
     assert read == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("fault", ["dies", "refuses"])
-def test_a_server_that_does_not_join_the_group_is_not_waited_for(fault):
-    server, path = ScriptedServer(), "/collective_rpc"
-    if fault == "dies":
-        server.breaks_off.add(path)
-    else:
-        server.refuses[path] = "no such engine"
-    start = time.monotonic()
-    with pytest.raises(RolloutError, match=f"POST {path}"):
-        run_in_loop(send_files(server.client, [], Deadline(60.0)))
-    assert time.monotonic() - start < 20
 
 
 def test_runs_have_folders_of_their_own():

@@ -125,28 +125,18 @@ class Naming(FakeRolloutEngine):
     weight_naming = "other"  # type: ignore[assignment]
 
 
-def test_weights_are_pushed_under_the_names_that_the_engine_wants() -> None:
+def test_weights_are_pushed_under_the_names_that_the_engine_wants_and_their_bytes_are_counted() -> None:
     class Backend:
         def hf_weights(self, naming: str) -> Any:
-            return [(naming, torch.ones(1))]
+            return [(naming, torch.ones(3)), ("b", torch.ones(4).bfloat16())]
 
-    engine, backend = Naming(lambda prompt, index: [5]), Backend()
-    WeightSync(engine, backend, None).push(3, lambda stage: nullcontext())  # type: ignore[arg-type]
-    assert list(engine.weights) == ["other"]
-    assert engine.policy_version == 3
-
-
-def test_the_bytes_of_a_sync_are_those_of_the_weights() -> None:
-    class Backend:
-        def hf_weights(self, naming: str) -> Any:
-            return [("a", torch.ones(3)), ("b", torch.ones(4).bfloat16())]
-
-    engine = FakeRolloutEngine(lambda prompt, index: [5])
+    engine = Naming(lambda prompt, index: [5])
     sync = WeightSync(engine, Backend(), None)  # type: ignore[arg-type]
     assert sync.metrics(0) == {}
     for version in range(2):
         sync.push(version, lambda stage: nullcontext())
         assert sync.metrics(version) == {"weight_sync/bytes": 20.0}
+        assert (list(engine.weights), engine.policy_version) == (["other", "b"], version)
     assert sync.metrics(2) == {}
 
 
