@@ -21,21 +21,14 @@ def test_an_agent_calls_its_tool_and_answers(endpoint: Endpoint, episodes: Scrip
     async def run() -> str:
         async with AsyncOpenAI(base_url=endpoint.url, api_key=KEY, max_retries=0) as client:
             settings = ModelSettings(temperature=0.7, parallel_tool_calls=True, include_usage=True, store=False)
-            agent = Agent(
-                "clerk",
-                instructions="be brief",
-                model=OpenAIChatCompletionsModel("tiny", client),
-                tools=[weather],
-                model_settings=settings,
-            )
+            model = OpenAIChatCompletionsModel("tiny", client)
+            agent = Agent("clerk", instructions="be brief", model=model, tools=[weather], model_settings=settings)
             config = RunConfig(tracing_disabled=True)
             if not streamed:
                 return (await Runner.run(agent, "Rome Oslo", run_config=config)).final_output
             result = Runner.run_streamed(agent, "Rome Oslo", run_config=config)
-            assert {event.type async for event in result.stream_events()} >= {
-                "raw_response_event",
-                "run_item_stream_event",
-            }
+            types = {event.type async for event in result.stream_events()}
+            assert types >= {"raw_response_event", "run_item_stream_event"}
             assert result.context_wrapper.usage.output_tokens == 45
             return result.final_output
 

@@ -136,9 +136,8 @@ MATRIX = {
         Case("latent attention", {"expert_parallel_size": 4}, is_exact=False),
     ],
 }
-HAS_PLANS = (
-    find_spec("transformers.distributed.expert_parallel") is not None
-)  # else no model can be split: tests/oldest.py
+# else no model can be split: tests/oldest.py
+HAS_PLANS = find_spec("transformers.distributed.expert_parallel") is not None
 Step = tuple[dict[str, Tensor], dict[str, float]]  # gradients before clipping, metrics
 
 

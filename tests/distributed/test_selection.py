@@ -151,11 +151,10 @@ def test_kept_groups_differ_in_reward_and_nothing_is_asked_twice_or_lost(ranks) 
     assert {prompt for prompt in asked_in_all if "@" not in prompt} == {f"r:{i}" for i in range(24)}
 
 
-@pytest.mark.parametrize("num_ranks", [4])
-def test_the_samples_do_not_depend_on_the_number_of_ranks(ranks, num_ranks: int) -> None:
+def test_the_samples_do_not_depend_on_the_number_of_ranks(ranks) -> None:
     """Bit by bit; so do the rounds, their seeds, the metrics, and the state of the stream."""
     for step, whole in enumerate(ranks[1][0]["rollouts"]):
-        parts = [rank["rollouts"][step] for rank in ranks[num_ranks]]
+        parts = [rank["rollouts"][step] for rank in ranks[4]]
         made = sorted((sample for part in parts for sample in part["samples"]), key=lambda s: s.group_id)
         assert made == sorted(whole["samples"], key=lambda s: s.group_id)
         assert sum(part["num_made"] for part in parts) == whole["num_made"]

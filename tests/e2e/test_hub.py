@@ -108,11 +108,7 @@ def test_a_run_ends_in_a_private_repository_with_a_model_card(hub: Hub, checkpoi
     with pytest.raises(ConfigError, match=f"hf upload {NAME} {tmp_path / 'hf'}"):
         run.fit()
     hub.refuses = False
-    hub.files = {
-        "model-00001-of-00002.safetensors": b"of an earlier model",
-        "adapter_config.json": b"",
-        "NOTES.md": b"",
-    }
+    hub.files = {"model-00001-of-00002.safetensors": b"earlier", "adapter_config.json": b"", "NOTES.md": b""}
     run.fit()  # again, over what the failed upload has left
     assert hub.files.pop("NOTES.md") == b""  # the user's
     assert hub.private == {NAME: True}

@@ -123,9 +123,9 @@ def test_callbacks_see_every_rollout_step_evaluation_and_checkpoint_and_may_end_
 def test_a_callback_that_generates_or_evaluates_before_the_steps_leaves_the_engine_asleep(checkpoint, tmp_path):
     """And the run that it is in as it was."""
     speaker, options = Speaker(), {"eval_interval": 2, "eval_size": 2, "num_rollout": 2}
-    run, given = config(checkpoint, tmp_path / "a", **options), {"reward": vowels, "dataset": ROWS}
-    found = Trainer(run, **given, engine=speaker.make_engine, callbacks=[speaker]).fit()
-    alone = Trainer(config(checkpoint, tmp_path / "b", **options), **given).fit()
+    run = config(checkpoint, tmp_path / "a", **options)
+    found = Trainer(run, reward=vowels, dataset=ROWS, engine=speaker.make_engine, callbacks=[speaker]).fit()
+    alone = Trainer(config(checkpoint, tmp_path / "b", **options), reward=vowels, dataset=ROWS).fit()
     assert len(speaker.texts) == 2
     assert speaker.asleep == [True] * 4
     numbers = [name for name in alone if name.startswith(("loss/", "optim/", "reward/"))]

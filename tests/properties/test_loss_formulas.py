@@ -28,7 +28,7 @@ CONFIGS = [
     LossConfig(mismatch_correction="icepop", mismatch_high=5.0, kl_loss_coef=0.3, kl_loss_type="low_var_kl"),
     LossConfig(kl_loss_coef=0.3, kl_loss_type="k2", use_unbiased_kl=True),
     LossConfig(kl_loss_coef=0.3, kl_loss_type="k1", use_unbiased_kl=True),
-    LossConfig(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.2),
+    LossConfig(mismatch_correction="mis", kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.2),
     LossConfig(mismatch_correction="tis", mismatch_rejection="token_k1", mismatch_rejection_max=0.1),
     LossConfig(mismatch_rejection="seq_mean_k3", mismatch_rejection_max=0.05, use_rollout_logprobs=True),
     LossConfig(mismatch_correction="mis", mismatch_rejection="seq_sum_k3", mismatch_rejection_max=0.02),

@@ -30,15 +30,8 @@ def test_layers_without_experts_and_tokens_without_routes_do_not_count():
 
 
 def test_tokens_of_sequences_without_loss_and_of_fillers_do_not_count():
-    def sample(length, mask):
-        return Sample("g", list(range(1, length + 1)), mask, [0.0] * length)
-
-    samples = [
-        sample(3, [False, True, True]),
-        sample(2, [False, False]),
-        sample(2, [True, True]),
-        sample(2, [True, False]),
-    ]
+    masks = [[False, True, True], [False, False], [True, True], [True, False]]
+    samples = [Sample("g", list(range(1, len(mask) + 1)), mask, [0.0] * len(mask)) for mask in masks]
     batch = pack(samples, aggregation="token_mean", totals=TOTALS, max_response_len=4)
     assert trained_tokens(batch).tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 2
     assert not trained_tokens(empty_pack(TOTALS)).any()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, assign_advantages, scale_over_batch, zero_spread_groups
+from fsdptrain.algo.advantages import AdvantageRule, assign_advantages, zero_spread_groups
 from fsdptrain.algo.estimators import user_estimator
 from fsdptrain.algo.shaping import ShapingRule, without_truncated
 from fsdptrain.errors import ConfigError
@@ -18,11 +18,6 @@ def sample(group: str, reward: float | None, length: int = 1) -> Sample:
     tokens = length + 1
     mask = [False] + [True] * length
     return Sample(group, [1] * tokens, mask, [0.0] * tokens, reward=reward, rewards={"math": 0.5})
-
-
-@pytest.mark.parametrize("scale", ["whiten", "batch", "none"])
-def test_a_rank_without_samples_scales_nothing(scale: str) -> None:
-    assert scale_over_batch([], AdvantageRule(ADVANTAGES["dr_grpo"], scale), dict) == []
 
 
 def test_groups_without_spread_are_counted() -> None:

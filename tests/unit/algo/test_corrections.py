@@ -49,22 +49,6 @@ def test_out_of_bounds_counts_by_the_bounds_of_the_correction(kind: str, share: 
     assert metrics["mismatch/out_of_bounds"].item() == pytest.approx(share)
 
 
-def test_a_rejected_token_counts_in_the_denominator() -> None:
-    batch, logprobs = batch_of([[5.0, 0.0]])
-    kept = LOSSES["reinforce"](batch, logprobs, LossConfig(mismatch_correction="mis"))
-    assert kept.loss.item() == pytest.approx(0.5 * 1.5 * 1.1)  # one of two tokens, each of weight 1/2
-
-
-def test_kl_and_entropy_are_not_weighted() -> None:
-    batch, logprobs = batch_of([[5.0, 5.0]])
-    batch = replace(batch, ref_logprobs=torch.full((batch.num_tokens,), -2.0, dtype=torch.float64))
-    config = LossConfig(mismatch_correction="mis", kl_loss_coef=1.0, kl_loss_type="k2", entropy_coef=1.0)
-    metrics = LOSSES["grpo"](batch, LogProbs(logprobs.values, torch.ones(3)), config).metrics
-    assert metrics["loss/policy"] == 0
-    assert metrics["loss/kl"].item() == pytest.approx(0.9**2 / 2)
-    assert metrics["loss/entropy"].item() == pytest.approx(-1.0)
-
-
 def test_opsm_fraction_is_the_share_of_dropped_tokens() -> None:
     batch, logprobs = batch_of([[0.0] * 3, [0.0]])  # the policy fell by 0.1 everywhere; the second has A < 0
     for delta, share in ((0.05, 1 / 4), (0.15, 0.0)):

@@ -76,10 +76,7 @@ def test_flags_are_read(flat, argv, expected):
         (["--no-lr"], "unknown flag --no-lr"),
         (["--learning-rate", "1e-6"], "unknown flag --learning-rate: it is --lr here"),
         (["--custom-rm-path", "a.b"], "unknown flag --custom-rm-path: it is --reward here"),
-        (
-            ["--nnodes", "2"],
-            "unknown flag --nnodes: torchrun starts several machines: torchrun --nnodes N --nproc-per-",
-        ),
+        (["--nnodes", "2"], "unknown flag --nnodes: torchrun starts several machines: torchrun --nnodes N --np"),
         (["--network-interface", "eth0"], "unknown flag --network-interface: set GLOO_SOCKET_IFNAME and NCCL_"),
         (
             ["Qwen/Qwen3-4B"],

@@ -1,7 +1,6 @@
 """Values of rewards, errors, and unscored samples."""
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
@@ -53,15 +52,6 @@ def test_an_error_in_a_reward_costs_one_sample_and_the_first_is_kept() -> None:
     assert results.num_unscored == 3
     assert results.first_error is not None
     assert results.first_error.startswith("ZeroDivisionError: division by zero (test_results.py:")
-
-
-def test_a_reward_that_exits_ends_its_call_and_not_the_run() -> None:
-    def exits(_prompt: Prompt, text: str) -> float:
-        return 1.0 if text else sys.exit(0)
-
-    results = compute_rewards(in_process(exits), [PROMPT] * 2, ["", "a"])
-    assert [score.reward for score in results.results] == [None, 1.0]
-    assert (results.first_error or "").startswith("SystemExit: 0 (test_results.py:")
 
 
 def test_too_many_unscored_samples_stop_the_run_with_the_first_reason() -> None:

@@ -11,11 +11,9 @@ from fsdptrain.types import Prompt, Sample
 from tests.testing import tiny_tokenizer
 
 SAMPLE = Sample(
-    group_id="g",
-    token_ids=[10, 11, 12, 13, 14, 15],
-    loss_mask=[False, False, True, True, False, True],
+    group_id="g", token_ids=[10, 11, 12, 13, 14, 15], loss_mask=[False, False, True, True, False, True],
     rollout_logprobs=[0.0, 0.0, -1.0, -2.0, 0.0, -3.00004],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["plain", "é, 漢字 and 🙂!", "<|user|>x\n"])

@@ -35,39 +35,21 @@ def test_a_request_ends_at_its_deadline(server):
     assert time.monotonic() - start < 30
 
 
-def refused(message: str) -> Any:
-    def prepare(server: ScriptedServer, path: str) -> None:
-        server.refuses[path] = message
-
-    return prepare
-
-
-def answers(text: str) -> Any:
-    def prepare(server: ScriptedServer, path: str) -> None:
-        server.texts[path] = text
-
-    return prepare
-
-
-def breaks_off(server: ScriptedServer, path: str) -> None:
-    server.breaks_off.add(path)
-
-
 @pytest.mark.parametrize("path", ["/weight_info", GENERATE])
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("fault", "text", "message"),
     [
-        (refused("bad request"), "status 500: .*bad request"),
-        (answers('{"broken": '), "broken JSON"),
-        (answers("[" * 9000), "broken JSON"),
-        (answers("[]"), r"without .*\[\]"),
-        (answers('{"choices": [{}]}'), "without "),
-        (answers("a page of a proxy"), "without "),
-        (breaks_off, "broke off"),
+        ("refuses", "bad request", "status 500: .*bad request"),
+        ("texts", '{"broken": ', "broken JSON"),
+        ("texts", "[" * 9000, "broken JSON"),
+        ("texts", "[]", r"without .*\[\]"),
+        ("texts", '{"choices": [{}]}', "without "),
+        ("texts", "a page of a proxy", "without "),
+        ("breaks_off", "", "broke off"),
     ],
 )
-def test_each_failure_is_an_error_that_names_the_server(server, path, prepare, message):
-    prepare(server, path)
+def test_each_failure_is_an_error_that_names_the_server(server, path, fault, text, message):
+    setattr(server, fault, {path: text})
     request: Coroutine[Any, Any, Any] = (
         server.client.generate({"token_ids": [4]}, timeout=60)
         if path == GENERATE
