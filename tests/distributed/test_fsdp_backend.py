@@ -166,9 +166,8 @@ def spoil_one_rank(backend, bad_step: int, value: float):
 
     def spoiled():
         if next(steps) == bad_step and dist.get_rank() == 1:
-            next(p for p in backend._model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = (
-                value
-            )
+            gradients = (p.grad.to_local() for p in backend._model.parameters())
+            next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = value
         return clip()
 
     backend._optimizer.clip = spoiled

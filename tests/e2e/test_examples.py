@@ -77,15 +77,14 @@ def test_an_example_runs_to_its_end_and_trains_on_no_held_out_task(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("name", "metric", "gain"), [("guess_number", "eval/heldout/accuracy", 0.2), ("code", "eval/heldout/accuracy", 0.2)]
-)
-def test_an_example_learns(name: str, metric: str, gain: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["guess_number", "code"])
+def test_an_example_learns(name: str, tmp_path: Path) -> None:
     """From half to nearly all of the reward, with what GRPO learns from the reward alone."""
     argv = [sys.executable, ROOT / "examples" / name / "train.py", "--output-dir", tmp_path]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
+    metric = "eval/heldout/accuracy"
     before, after = (row[metric] for row in metrics_of(tmp_path / "grpo") if metric in row)
     assert before < 0.7
-    assert after > before + gain
+    assert after > before + 0.2
     assert f"{metric}: {before:.3f} -> {after:.3f}" in done.stdout

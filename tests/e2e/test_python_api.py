@@ -241,10 +241,8 @@ def test_objects_stand_in_for_names(checkpoint, tmp_path):
     expected = Trainer(named, dataset=ROWS).fit()
     numbers = [name for name in expected if not name.startswith(("perf/", "memory/"))]
     assert {name: found[name] for name in numbers} == {name: expected[name] for name in numbers}
-    assert (
-        "tests.e2e.test_python_api:test_objects_stand_in_for_names.<locals>.loss"
-        in (tmp_path / "objects" / "config.yaml").read_text()
-    )
+    written = (tmp_path / "objects" / "config.yaml").read_text()
+    assert "tests.e2e.test_python_api:test_objects_stand_in_for_names.<locals>.loss" in written
 
 
 @pytest.mark.parametrize(
@@ -275,10 +273,7 @@ def test_an_argument_that_contradicts_the_configuration_is_refused(checkpoint, t
                 "Trainer(args=...) is unknown: options are keywords of Config",
             ],
         ),
-        (
-            {"config": None, "model": "x"},
-            ["Trainer(model=...) is unknown: it is --hf-checkpoint here", "Trainer takes"],
-        ),
+        ({"config": None, "model": "x"}, ["Trainer(model=...) is unknown: it is --hf-checkpoint", "Trainer takes"]),
         ({"config": "Qwen/Qwen3-4B"}, ["Trainer takes a Config first, got 'Qwen/Qwen3-4B': Trainer(Config(hf_che"]),
     ],
 )

@@ -21,13 +21,8 @@ from tests.matrix import only
 from tests.testing import spawn, tiny_tokenizer, write_rows
 
 CHATS = [
-    [
-        {"role": "user", "content": f"say {i}"},
-        {"role": "assistant", "content": str(i) * (1 + i)},
-        {"role": "user", "content": "again"},
-        {"role": "assistant", "content": str(i)},
-    ]
-    for i in range(10)
+    [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
+    for texts in ((f"say {i}", str(i) * (1 + i), "again", str(i)) for i in range(10))
 ]
 NO_ANSWER = {"messages": CHATS[0][:1]}
 CALLS = {"messages": [*CHATS[0][:1], {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}

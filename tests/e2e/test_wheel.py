@@ -40,13 +40,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, check=True, capture_output=True, timeout=300)
-    packages = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(where, check=True, capture_output=True, text=True, timeout=60)
     here = Path(packages.stdout.strip())
     (here / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")  # does not read the .pth files in there
     return folder / "bin"
