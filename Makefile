@@ -51,9 +51,11 @@ test: install .venv-vllm/.installed  ## every law once, without a GPU
 test-matrix: test-matrix-core test-matrix-vllm  ## the rest: every family, mesh and engine, benchmarks
 
 test-matrix-core: install  ## the part of `make test-matrix` without vLLM
+	-@$(MAKE) smollm2  # without it, tests of a real model are skipped
 	$(PYTEST) -m 'matrix and not gpu' --durations=15 -rs
 
 test-matrix-vllm: install .venv-vllm/.installed  ## the part of `make test-matrix` that needs vLLM
+	-@$(MAKE) smollm2
 	$(VLLM_PYTEST) -m 'matrix and not gpu' --durations=5
 	$(SERVER_PYTEST) -m 'matrix and not gpu' --durations=5
 

@@ -1,9 +1,12 @@
-"""Mark all but a few representatives of a parametrized test for `make test-matrix`."""
+"""Marks: all but a few representatives of a parametrized test for `make test-matrix`; a real model."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+REAL_MODEL = Path(__file__).parents[1] / "build" / "smollm2"
 
 
 def only(few: Iterable[Any], cases: Iterable[Any]) -> list[Any]:

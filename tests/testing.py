@@ -163,12 +163,12 @@ def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 
     Raises RuntimeError with the traceback of the first rank that fails, or on timeout. Leaves no process behind. Groups
     of more than two ranks run one at a time per machine.
     """
-    with _machine_lock() if world_size > 2 else nullcontext(), reserved_port() as port:
+    with machine_lock() if world_size > 2 else nullcontext(), reserved_port() as port:
         return _spawn(world_size, fn, args, port, timeout)
 
 
 @contextmanager
-def _machine_lock() -> Iterator[None]:
+def machine_lock() -> Iterator[None]:
     """Hold a lock that is exclusive among this user's processes on this machine."""
     with open(Path(tempfile.gettempdir()) / f"fsdptrain-ranks-{os.getuid()}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed

@@ -50,7 +50,7 @@ def test_the_packing_benchmark_runs() -> None:
     assert end["laws"] == {"fill above 97 %": True, "imbalance below 2 %": True}  # what these sizes can show
 
 
-@pytest.mark.skipif(not (FOLDER.parent / "build/smollm2/config.json").exists(), reason="`make smollm2` makes the model")
+@pytest.mark.usefixtures("real_model")
 def test_sides_of_the_real_model_train_the_same_and_alternate(tmp_path: Path) -> None:
     rows = run_quick("real_model.py", tmp_path, "--cases", "kl", "sft")["results"]
     assert [(row["case"], row["side"]) for row in rows] == [(c, s) for c in ("kl", "sft") for s in ("ours", "trl")]

@@ -13,6 +13,7 @@ from fsdptrain import Trainer
 from fsdptrain.fsdp.export_folder import MARKER
 from fsdptrain.trainer.evaluation import Evaluation, eval_sampling
 from tests import vision_zoo, zoo
+from tests.matrix import REAL_MODEL
 from tests.tensors import load_files, same
 from tests.testing import save_hub, spawn, tiny_run
 
@@ -38,6 +39,9 @@ def trainer_of(family: str, folder: Path, **values: Any) -> Trainer:
     """Of a checkpoint in bfloat16."""
     if family in vision_zoo.FAMILIES:
         source = vision_zoo.save(folder / "source", family, dtype=torch.bfloat16)
+    elif family == "smollm2":
+        source = folder / "source"
+        source.symlink_to(REAL_MODEL)
     else:
         source = save_hub(zoo.build(family).bfloat16(), folder / "source")
     options = {"num_rollout": 2, "n_samples_per_prompt": 4, "lr": 1e-3, "eval_size": 2, "eval_interval": 2}
@@ -107,13 +111,17 @@ def in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
         pytest.param("qwen3_vl", {"bf16": True, **IMAGES}, 0.05, marks=pytest.mark.matrix),
         ("qwen3_vl", {"bf16": False, "image_key": "images", **ADAPTER, "lora_targets": TOWER}, 1e-5),
         ("gemma3", {"bf16": False, **IMAGES}, 1e-5),
+        pytest.param("smollm2", {"bf16": False}, 1e-4, marks=pytest.mark.matrix),
+        pytest.param("smollm2", {"bf16": False, **ADAPTER}, 1e-4, marks=pytest.mark.matrix),
         pytest.param("qwen3_moe", {"bf16": False, "backend": "megatron"}, 1e-5, marks=pytest.mark.matrix),
         pytest.param("qwen3_moe", {"bf16": True, "backend": "megatron"}, 0.05, marks=pytest.mark.matrix),
     ],
 )
 def test_plain_transformers_gives_the_logprobs_of_the_last_evaluation(
-    tmp_path: Path, family: str, values: dict[str, Any], bound: float
+    request: pytest.FixtureRequest, tmp_path: Path, family: str, values: dict[str, Any], bound: float
 ) -> None:
+    if family == "smollm2":
+        request.getfixturevalue("real_model")
     if "backend" in values:  # megatron-core changes its process
         [found] = spawn(1, difference, family, tmp_path, values)
     else:

@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdptrain import Trainer
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.rollout import engine_factory
 from tests.agreement import difference
-from tests.matrix import only
-from tests.testing import save_tiny_checkpoint, spawn
+from tests.e2e.command import metrics_of
+from tests.matrix import REAL_MODEL, only
+from tests.testing import save_tiny_checkpoint, spawn, tiny_run
 from tests.vllm import contract, models
 from tests.vllm.faults import FaultyTransfer, plant_faults, require_named
 
@@ -28,6 +30,28 @@ def test_engine_and_trainer_agree_after_every_update(tmp_path, name, world_size)
     options = contract.colocated(models.save(name, tmp_path))
     for found in spawn(world_size, contract.agreement, options, 3, timeout=300):
         assert max(found) < 1e-4, found
+
+
+def letters(prompt: Any, response: str) -> float:
+    return sum(map(ord, response)) % 7
+
+
+def trained(folder: Path) -> list[float]:
+    """Train SmolLM2; return the largest difference of a logprob between engine and trainer in each step."""
+    options = {"rollout_engine": "vllm", "rollout_kv_cache_gib": 0.5, "rollout_max_response_len": 12}
+    options |= {"num_rollout": 5, "n_samples_per_prompt": 8, "lr": 1e-5, "keep_last": 0, "eval_interval": 0}
+    run = tiny_run(REAL_MODEL, folder, **options)
+    rows = [{"prompt": f"What is {i} + {7 - i}? Reply with only the number.", "label": "7"} for i in range(8)]
+    Trainer(run, reward=letters, dataset=rows).fit()
+    return [row["mismatch/abs_max"] for row in metrics_of(folder)]
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("real_model")
+def test_engine_and_trainer_agree_in_each_step_of_a_real_model(tmp_path):
+    [found] = spawn(1, trained, tmp_path / "run", timeout=300)
+    assert len(found) == 5
+    assert max(found) < 1e-3, found
 
 
 def drawn() -> tuple[float, ...]:
