@@ -40,7 +40,7 @@ def test_the_trainer_agrees_with_every_token_that_an_agent_got_on_any_number_of_
         assert row["agent/continued_calls"] == 16
         assert row["agent/new_sequences"] == 16  # the summary
         assert row["agent/failed_episodes"] == row["agent/refused_calls"] == 0
-        assert row["episode/turns_mean"] == 2
+        assert row["episode/turns_mean"] == 3  # with the summary
         assert row["reward/a"] + row["reward/length"] == pytest.approx(row["reward/mean"])
     again, _ = run(checkpoint, tmp_path / "again", "--environment", f"{AGENTS}:two_turns", ranks=2)
     names = ["reward/mean", "optim/grad_norm", "completion/length_mean", "policy/entropy"]
