@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from fsdptrain.agents.calls import CallError, Episodes
 from fsdptrain.agents.chat import ChatRequest
-from fsdptrain.agents.wire import error_object, parse
+from fsdptrain.agents.wire import parse
 from fsdptrain.errors import ConfigError, describe
 
 try:
@@ -159,4 +159,7 @@ async def _disconnect(request: Request) -> None:
 
 
 def _refuse(error: CallError) -> Response:
-    return JSONResponse(error_object(error), error.status)
+    """Return the response to a refused call, as OpenAI formats it."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {"message": str(error)[:1000], "type": kind, "param": error.param, "code": error.code}
+    return JSONResponse({"error": body}, error.status)

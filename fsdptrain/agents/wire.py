@@ -91,9 +91,3 @@ def usage(answer: Answer) -> dict[str, int]:
 
 def event(data: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
-
-
-def error_object(error: CallError) -> dict[str, Any]:
-    """Return the body of a refused call, as OpenAI formats it."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    return {"error": {"message": str(error)[:1000], "type": kind, "param": error.param, "code": error.code}}

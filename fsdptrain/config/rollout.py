@@ -48,9 +48,10 @@ class BatchConfig(Section):
                 )
         elif size and config.samples_per_rollout % size:
             samples = config.samples_per_rollout
+            divisor = next(most for most in range(min(size, samples), 0, -1) if samples % most == 0)
             yield (
                 f"--global-batch-size {size} must divide --rollout-batch-size {batch} x --n-samples-per-prompt "
-                f"{config.algorithm.n_samples_per_prompt} = {samples} samples, e.g. {_divisor(samples, size)}"
+                f"{config.algorithm.n_samples_per_prompt} = {samples} samples, e.g. {divisor}"
             )
 
 
@@ -136,8 +137,3 @@ class SyncConfig(Section):
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.max_staleness and config.rollout.engine == "hf":
             yield f"--max-staleness {self.max_staleness} {NEEDS_IN_FLIGHT}"
-
-
-def _divisor(samples: int, size: int) -> int:
-    """Return the largest divisor of `samples` that is at most `size`."""
-    return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)

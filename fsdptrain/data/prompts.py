@@ -93,7 +93,9 @@ class PromptStream:
         prompts: list[Prompt] = []
         while len(prompts) < n:
             if self._resumed:
-                prompts.append(self._reissue(*self._resumed.popleft()))
+                place = self._resumed.popleft()
+                prompts.append(self._make(place[0], self.rows[place[1]]))
+                self._pending[prompts[-1].id] = place
             elif (prompt := self._prompt_of_next_row()) is not None:
                 prompts.append(prompt)
         return prompts
@@ -129,7 +131,8 @@ class PromptStream:
         self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
 
     def _prompt_of_next_row(self) -> Prompt | None:
-        if sum(self._num_unusable) >= self._most_unusable():
+        most = 2 * len(self.rows)  # unusable ones in a row; covers a whole epoch from any starting point
+        if sum(self._num_unusable) >= (min(most, MOST_UNUSABLE) if self.shuffle and not self._has_given else most):
             self._raise_none_left()
         epoch, index = self._next_place()
         row = self.rows[index]
@@ -146,11 +149,6 @@ class PromptStream:
         self._pending[prompt.id] = (epoch, index)
         return prompt
 
-    def _most_unusable(self) -> int:
-        """Return the number of unusable rows, one after another, that end the run."""
-        most = 2 * len(self.rows)  # covers a whole epoch from any starting point
-        return min(most, MOST_UNUSABLE) if self.shuffle and not self._has_given else most
-
     def _next_place(self) -> tuple[int, int]:
         """Move to the next row and return its epoch and its index."""
         if self.position == len(self.rows):
@@ -158,12 +156,6 @@ class PromptStream:
             self._order = self._make_order()
         self.position += 1
         return self.epoch, int(self._order[self.position - 1])
-
-    def _reissue(self, epoch: int, index: int) -> Prompt:
-        """Return a pending prompt again."""
-        prompt = self._make(epoch, self.rows[index])
-        self._pending[prompt.id] = (epoch, index)
-        return prompt
 
     def _make(self, epoch: int, row: Row) -> Prompt:
         prompt_id = f"{row.id}@{epoch}" if epoch else row.id

@@ -12,6 +12,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -50,23 +51,22 @@ def _is_closed(annotation: Any) -> bool:
     return all(map(_is_closed, parts)) if parts else annotation in (bool, int, float, type(None))
 
 
+@dataclass(frozen=True)
 class Dashboard:
     """A run of one of the packages."""
 
-    def __init__(
-        self, write: Callable[[Mapping[str, Any], int], None], table: Callable[..., Any], finish: Callable[[], None]
-    ) -> None:
-        """write: of (values, step). table: of `columns` and `data`."""
-        self._write = write
-        self._table = table
-        self._finish = finish
+    _write: Callable[[Mapping[str, Any], int], None]  # of (values, step)
+    _table: Callable[..., Any]  # of `columns` and `data`
+    _finish: Callable[[], None]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._write(metrics, step)
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
         if samples:
-            columns, rows = sample_table(samples)
+            names = dict.fromkeys(name for sample in samples for name in sample)
+            columns = [name for name in names if name not in _LOCAL]
+            rows = [[_cell(sample.get(column)) for column in columns] for sample in samples]
             self._write({f"samples/{samples[0].get('set', 'all')}": self._table(columns=columns, data=rows)}, step)
 
     def close(self) -> None:
@@ -137,11 +137,6 @@ def open_trackio(info: RunInfo) -> Dashboard:
     return Dashboard(write, trackio.Table, trackio.finish)
 
 
-def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Return columns and rows. Numbers stay numbers; other values become text, because a column has one type."""
-    columns = [name for name in dict.fromkeys(name for sample in samples for name in sample) if name not in _LOCAL]
-    return columns, [[_cell(sample.get(column)) for column in columns] for sample in samples]
-
-
 def _cell(value: Any) -> Any:
+    """Return a number as it is, and any other value as text, because a column has one type."""
     return value if value is None or isinstance(value, int | float) else str(value)

@@ -47,10 +47,6 @@ def find_answer(text: str) -> str | None:
         content = _up_to_closing_brace(answer, box.end()) if box else None
         is_whole = box is not None and content is not None and box.end() + len(content) + 1 == len(answer)
         return content.strip() if content is not None and is_whole else answer
-    return _last_boxed(text)
-
-
-def _last_boxed(text: str) -> str | None:
     boxes = (_up_to_closing_brace(text, box.end()) for box in reversed([*BOXED.finditer(text)]))
     return next((content.strip() for content in boxes if content is not None), None)
 

@@ -95,14 +95,8 @@ def passes(program: str, test: Test, timeout: float) -> bool:
         job.flush()
         given.write(test.input.encode(errors="replace"))
         given.seek(0)
-        exit_code = _run(
-            ["-I", sandbox.__file__],
-            [job.fileno(), os.getpid(), test.code is not None],
-            timeout,
-            cwd=folder,
-            stdin=given,
-            stdout=output,
-        )
+        numbers = (job.fileno(), os.getpid(), int(test.code is not None))
+        exit_code = _run(numbers, timeout, cwd=folder, stdin=given, stdout=output)
         report = os.pread(job.fileno(), 1 + len(token), 0)
         if not report or report.startswith(b"["):
             raise RewardError(f"--reward code: the sandbox did not start within {timeout:g} s (exit code {exit_code})")
@@ -114,12 +108,10 @@ def passes(program: str, test: Test, timeout: float) -> bool:
         return exit_code == 0 and _lines(printed) == _lines(test.output)
 
 
-def _run(
-    arguments: Sequence[str], numbers: Sequence[int], timeout: float, *, cwd: str, stdin: Any, stdout: Any
-) -> int | None:
-    """Return the exit code, or None after the deadline. Kill all processes of the group."""
+def _run(numbers: Sequence[int], timeout: float, *, cwd: str, stdin: Any, stdout: Any) -> int | None:
+    """Return the exit code of the sandbox, or None after the deadline. Kill all processes of the group."""
     process = subprocess.Popen(
-        [sys.executable, *arguments, *(str(int(number)) for number in numbers)],
+        [sys.executable, "-I", sandbox.__file__, *map(str, numbers)],
         cwd=cwd,
         env={"OMP_NUM_THREADS": "1", **{name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}},
         stdin=stdin,

@@ -20,16 +20,10 @@ _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "
 _OF_TWO = ("eq", "ne", "lt", "le", "gt", "ge")  # asked only if both objects are there
 _OTHER = "neg pos abs invert len iter next getitem setitem delitem str repr bool int float index enter exit round"
 OPERATORS = {f"__{x}__" for x in (*_BINARY, *(f"r{y}" for y in _BINARY), *_OF_TWO, *_OTHER.split(), "instancecheck")}
-_CONTAINERS: dict[str, tuple[type, Callable[[Any], Any]]] = {  # subclasses count as what they extend
-    "list": (list, list),
-    "tuple": (tuple, tuple),
-    "set": (set, set),
-    "frozenset": (frozenset, frozenset),
-    "deque": (deque, deque),
-    "bytearray": (bytearray, bytearray),
-    "bytes": (bytes, bytes),
+_CONTAINERS: dict[str, Any] = {  # subclasses count as what they extend
+    cls.__name__: cls for cls in (list, tuple, set, frozenset, deque, bytearray, bytes)
 }
-_TEXTS: dict[str, type] = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex}
+_TEXTS: dict[str, Any] = {cls.__name__: cls for cls in (Decimal, Fraction, complex)}
 
 
 class GoneError(BaseException):
@@ -187,9 +181,9 @@ class Peer:
         if isinstance(value, dict):
             pairs = [[self._encode(key), self._encode(x)] for key, x in dict.items(value)]
             return ["Counter" if isinstance(value, Counter) else "dict", pairs]
-        for name, (cls, _) in _CONTAINERS.items():
+        for name, cls in _CONTAINERS.items():
             if isinstance(value, cls):
-                return [name, [self._encode(x) for x in cls.__iter__(value)]]  # type: ignore[attr-defined]
+                return [name, [self._encode(x) for x in cls.__iter__(value)]]
         if kind is range:
             return ["range", [self._encode(x) for x in (value.start, value.stop, value.step)]]
         if kind.__module__ == "numpy" and hasattr(value, "tolist"):
@@ -221,7 +215,7 @@ class Peer:
             pairs = {self._decode(key): self._decode(x) for key, x in content[0]}
             return Counter(pairs) if kind == "Counter" else pairs
         if kind in _CONTAINERS:
-            return _CONTAINERS[kind][1]([self._decode(x) for x in content[0]])
+            return _CONTAINERS[kind]([self._decode(x) for x in content[0]])
         if kind == "text":
             return _TEXTS[content[0]](content[1])
         if kind == "range":
@@ -236,17 +230,12 @@ class Peer:
             cls = cls if isinstance(cls, type) and issubclass(cls, Exception) else RuntimeError
             return cls if number is None else self._theirs.setdefault(number, type(name, (cls,), {}))
         if kind == "module":
-            return _import(content[0])
+            if content[0].partition(".")[0] not in {*sys.stdlib_module_names, "numpy"}:
+                raise NameError(content[0])
+            return importlib.import_module(content[0])
         if kind == "yours":
             return self._ours[content[0]]
         return self._theirs.setdefault(content[0], Proxy(self, content[0]))
-
-
-def _import(name: str) -> Any:
-    """Import a module that the program has imported. Raises NameError for one that is not of Python, nor NumPy."""
-    if name.partition(".")[0] not in {*sys.stdlib_module_names, "numpy"}:
-        raise NameError(name)
-    return importlib.import_module(name)
 
 
 def _refill(ours: Any, now: Any) -> None:

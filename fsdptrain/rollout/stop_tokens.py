@@ -14,6 +14,8 @@ from fsdptrain.errors import CheckpointError, DataError
 log = logging.getLogger(__name__)
 
 _ANSWER = "FSDPTRAINSAID"
+_LACKED = "responses end at %s too: the chat template ends turns with it, but eos_token_id lacks it"
+_UNREAD = "responses are sampled without %s of generation_config.json, which training cannot follow"
 _IDLE = (  # of generation_config.json: they would change the distribution that tokens are trained under
     *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "repetition_penalty"),
     *("no_repeat_ngram_size", "forced_bos_token_id", "forced_eos_token_id", "stop_strings", "min_new_tokens"),
@@ -36,19 +38,14 @@ def stop_tokens(
         ids = ids or _as_ids(tokenizer.eos_token_id)
         end = turn_end(tokenizer, data) if data is not None and chat else None
         if end is not None and end not in ids:
-            _tell(str(tokenizer.convert_ids_to_tokens(end)))
+            _tell(_LACKED, str(tokenizer.convert_ids_to_tokens(end)))
             ids = (*ids, end)
     return ids
 
 
 @cache
-def _tell(token: str) -> None:
-    log.info("responses end at %s too: the chat template ends turns with it, but eos_token_id lacks it", token)
-
-
-@cache
-def _tell_idle(keys: str) -> None:
-    log.info("responses are sampled without %s of generation_config.json, which training cannot follow", keys)
+def _tell(line: str, words: str) -> None:
+    log.info(line, words)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None:
@@ -71,7 +68,7 @@ def _of_generation_config(checkpoint: Path) -> tuple[int, ...]:
         found = GenerationConfig.from_pretrained(checkpoint)
         ids = _as_ids(found.eos_token_id)
         if idle := [key for key in _IDLE if getattr(found, key, None) not in (None, 0, 1, [])]:
-            _tell_idle(", ".join(idle))
+            _tell(_UNREAD, ", ".join(idle))
     except Exception as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: {name} cannot be read: {one_line(error)}") from error
     if not all(type(token) is int for token in ids):

@@ -87,7 +87,7 @@ def in_epochs(steps: Sequence[StepBatches], num_epochs: int, *, seed: str) -> li
 
 def pack_rollout(config: Config, rollout: RolloutBatch, rules: PackingRules, step: int) -> list[StepBatches]:
     """Pack the samples of a rollout of the policy of version `step`. Raises DataError if none is left. Collective."""
-    samples = all_sequences(rollout.samples)
+    samples = [replace(each, advantage=s.advantage, others=()) for s in rollout.samples for each in s.sequences]
     if config.shaping.mask_truncated:
         from fsdptrain.algo.shaping import without_truncated
 
@@ -109,13 +109,6 @@ def _why_nothing_is_left(config: Config, rollout: RolloutBatch) -> str:
         f"--mask-truncated left nothing to train on: all {counts['samples']:.0f} responses were cut off at "
         f"--rollout-max-response-len {config.rollout.max_response_len}; raise it"
     )
-
-
-def all_sequences(samples: Sequence[Sample]) -> list[Sample]:
-    """Return every sequence of every episode, with the advantage of its episode."""
-    return [
-        replace(sequence, advantage=sample.advantage, others=()) for sample in samples for sequence in sample.sequences
-    ]
 
 
 def assign_to_steps(keys: Sequence[int], num_steps: int, *, seed: str) -> list[list[int]]:

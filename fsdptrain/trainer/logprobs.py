@@ -23,7 +23,9 @@ def compute_logprobs(config: Config, backend: "TrainBackend", steps: Sequence[St
     if config.algorithm.use_rollout_logprobs:
         packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
     elif config.scores_policy:
-        start = len(steps[0].packs) if _first_step_is_on_policy(config) else 0
+        is_read = config.has(Fact.POLICY_SCORES) or is_custom(config.algorithm.loss)
+        # else the policy that the first step trains is the one that would compute its old logprobs
+        start = 0 if is_read or config.batch.epochs_per_rollout > 1 else len(steps[0].packs)
         logprobs = backend.compute_logprobs(packs[start:], "policy")
         scored = zip(_with(packs[start:], "old_logprobs", logprobs), logprobs, strict=True)
         packs = [*packs[:start], *(replace(pack, extras={**pack.extras, **one.extras}) for pack, one in scored)]
@@ -31,15 +33,6 @@ def compute_logprobs(config: Config, backend: "TrainBackend", steps: Sequence[St
         packs = _with(packs, "ref_logprobs", backend.compute_logprobs(packs, "reference"))
     remaining = iter(backend.features.chained(lambda feature, scored: feature.score_packs(scored), packs))
     return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
-
-
-def _first_step_is_on_policy(config: Config) -> bool:
-    """Whether the first step needs no old logprobs: the policy that it trains is the one that would compute them.
-
-    Not if something else reads them: later epochs, a feature, or a loss of the user.
-    """
-    is_read = config.has(Fact.POLICY_SCORES) or is_custom(config.algorithm.loss)
-    return not is_read and config.batch.epochs_per_rollout == 1
 
 
 def _with(packs: Sequence[PackedBatch], field: str, logprobs: Sequence[LogProbs]) -> list[PackedBatch]:

@@ -113,8 +113,8 @@ class TrainingLoop:
                 self.exported = self.folder / EXPORT
 
     def _must_stop(self) -> bool:
-        if not self.stopped and self.stop.on_any_rank():
-            self.stopped, self.stop_signal = self.stop.first_of_ranks()
+        if not self.stopped and (request := self.stop.of_ranks()):
+            self.stopped, self.stop_signal = request
         return bool(self.stopped)
 
     def _save_early(self) -> None:
@@ -165,7 +165,7 @@ class TrainingLoop:
     def _optimize(self, steps: Sequence[StepBatches]) -> Metrics:
         with self.phases("train"):
             found = [self.backend.train_step(step.packs, self.loss, self.config.algorithm) for step in steps]
-            self._progress.count_updates(found)
+            self._progress.num_updates += sum("optim/grad_norm" in values for values in found)
             return metrics.mean_metrics(found, [step.packs[0].num_trained_tokens for step in steps])
 
     def _push_weights(self) -> None:

@@ -51,12 +51,12 @@ def sample_metrics(rollout_batch: RolloutBatch) -> Metrics:
             **{_reward(name): math.fsum(sample.rewards.get(name, 0.0) for sample in scored) for name in names},
         }
     )
-    shortest, longest = _extremes(lengths)
+    bounds = reduce_max({"longest": max(lengths, default=0), "minus_shortest": -min(lengths, default=math.inf)})
     num_samples = max(1.0, total["samples"])
     metrics = {
         "completion/length_mean": total["lengths"] / num_samples,
-        "completion/length_min": shortest,
-        "completion/length_max": longest,
+        "completion/length_min": -bounds["minus_shortest"] if bounds["longest"] else 0.0,
+        "completion/length_max": bounds["longest"],
         "completion/truncated_fraction": total["truncated"] / num_samples,
         "progress/samples": total["samples"],
         "progress/tokens": total["tokens"],
@@ -134,11 +134,3 @@ def _combine(name: str, values: Sequence[float], weights: Sequence[int]) -> floa
     if name.endswith("_max") or name == "optim/skipped_steps":
         return max(values)
     return values[-1] if name == "optim/lr" else math.fsum(map(operator.mul, values, weights)) / sum(weights)
-
-
-def _extremes(lengths: Sequence[int]) -> tuple[float, float]:
-    """Return the minimum and the maximum over all ranks; zeros if there are no lengths."""
-    found = reduce_max({"longest": max(lengths, default=0), "minus_shortest": -min(lengths, default=math.inf)})
-    if math.isinf(found["minus_shortest"]):
-        return 0.0, 0.0
-    return -found["minus_shortest"], found["longest"]

@@ -13,10 +13,8 @@ from fsdptrain.data.prompts import PromptStream
 from fsdptrain.errors import NumericsError
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import RunFolder
-from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
-    from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
     from fsdptrain.protocols import TrainBackend
 
 
@@ -28,8 +26,12 @@ class Progress:
     ) -> None:
         self.step = 0
         self.saved: int | None = None  # step of the newest checkpoint
-        self.checkpoints = _open_checkpoints(config, folder.path) if config.run.keep_last else None
-        self._num_updates = 0  # optimizer steps that were not skipped
+        self.checkpoints: CheckpointFolder | None = None
+        if keep_last := config.run.keep_last:
+            from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+
+            self.checkpoints = CheckpointFolder(folder.path, keep_last=keep_last, timeout_s=config.launch.dist_timeout)
+        self.num_updates = 0  # optimizer steps that were not skipped
         self._inputs = folder.inputs
         self._config = config
         self._backend = backend
@@ -53,14 +55,10 @@ class Progress:
         run = self._config.run
         return self.is_last or bool(run.save_interval and self.step % run.save_interval == 0)
 
-    def count_updates(self, of_steps: list[Metrics]) -> None:
-        """Take the metrics of each optimizer step."""
-        self._num_updates += sum("optim/grad_norm" in values for values in of_steps)
-
     def require_an_update(self) -> None:
         """Raise NumericsError at the end of a run in which every optimizer step was skipped."""
         skipped = self._report.last["optim/skipped_steps"]
-        if self.is_last and skipped and not self._num_updates:
+        if self.is_last and skipped and not self.num_updates:
             raise NumericsError(
                 f"nothing was trained: gradients were not finite in all {skipped:.0f} optimizer steps; lower --lr or "
                 "--clip-grad, compute with --no-bf16, or check --loss"
@@ -76,7 +74,7 @@ class Progress:
         pending = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
-            state |= {"num_updates": self._num_updates, "inputs": dict(self._inputs)}
+            state |= {"num_updates": self.num_updates, "inputs": dict(self._inputs)}
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
         return pending
 
@@ -88,10 +86,4 @@ class Progress:
 
         restore(checkpoint, progress, self._stream, self._report, trains=self._config.run.num_rollout > 0)
         self.step = self.saved = self._backend.load(checkpoint)
-        self._num_updates = progress.get("num_updates", 1)
-
-
-def _open_checkpoints(config: Config, run: Path) -> "CheckpointFolder":
-    from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-
-    return CheckpointFolder(run, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout)
+        self.num_updates = progress.get("num_updates", 1)

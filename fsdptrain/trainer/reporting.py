@@ -64,9 +64,12 @@ class Reporter:
         values |= self.speed_metrics(steps, phases, num_tokens=values["progress/tokens"])
         synced = weight_sync.metrics(step) if weight_sync else {}
         values |= metrics.reduce_max(synced) if synced else {}
-        values |= self.progress_metrics(values)
+        self.totals = {name: total + values[name] for name, total in self.totals.items()}
+        stream = self._stream
+        skipped = {"progress/too_long_prompts": stream.num_too_long, "progress/held_out_prompts": stream.num_held_out}
+        values |= {**self.totals, "progress/epoch": stream.progress, **skipped}
         self.log(values, step)
-        self.warn_without_signal(values, self._folder)
+        self.warn_without_signal(values)
         return values
 
     def sample_metrics(self, rollout: RolloutBatch, step: int) -> Metrics:
@@ -96,13 +99,6 @@ class Reporter:
             **metrics.memory_metrics(planned=self._planned_memory),
         }
 
-    def progress_metrics(self, of_rollout: Metrics) -> Metrics:
-        """Totals of the run so far."""
-        self.totals = {name: total + of_rollout[name] for name, total in self.totals.items()}
-        stream = self._stream
-        skipped = {"progress/too_long_prompts": stream.num_too_long, "progress/held_out_prompts": stream.num_held_out}
-        return {**self.totals, "progress/epoch": stream.progress, **skipped}
-
     def log(self, values: Metrics, step: int) -> None:
         self.last |= values
         for logger in self._loggers:
@@ -113,11 +109,11 @@ class Reporter:
         for logger in self._loggers:
             logger.log_samples(rows, step)
 
-    def warn_without_signal(self, values: Metrics, folder: Path) -> None:
+    def warn_without_signal(self, values: Metrics) -> None:
         """Warn once when all rewards were equal for several rollouts."""
         learns = self._config.algorithm.advantage_estimator != "none"
         alike = learns and values.get("reward/std", 1.0) < 1e-6
         self._num_alike = self._num_alike + 1 if alike else 0
         if self._num_alike == _MANY_ALIKE:
             line = "all rewards were %g for %d rollouts: no learning signal; check %s and --reward"
-            log.warning(line, values["reward/mean"], _MANY_ALIKE, folder / "samples.jsonl")
+            log.warning(line, values["reward/mean"], _MANY_ALIKE, self._folder / "samples.jsonl")

@@ -54,13 +54,10 @@ class StopRequest:
         """Stop after the current step, on all ranks, if one of them asks."""
         self.reason = self.reason or reason
 
-    def on_any_rank(self) -> bool:
-        """Return whether any rank was asked to stop. Collective."""
-        return any_rank(bool(self.reason))
-
-    def first_of_ranks(self) -> tuple[str, int | None]:
-        """Return reason and signal of the first rank that was asked to stop. Collective."""
-        return next(request for request in gather((self.reason, self.signal)) if request[0])
+    def of_ranks(self) -> tuple[str, int | None] | None:
+        """Return reason and signal of the first rank that was asked to stop; None if none was. Collective."""
+        requests = gather((self.reason, self.signal)) if any_rank(bool(self.reason)) else []
+        return next((request for request in requests if request[0]), None)
 
 
 def _interrupt() -> NoReturn:

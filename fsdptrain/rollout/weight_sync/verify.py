@@ -6,7 +6,7 @@ rounding explains. All others cost nothing.
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -84,7 +84,12 @@ class WeightVerifier:
                 sums = unordered.get(replica, {})
                 same = {name for name in differing if sums.get(name) == sent[name, "multiset"]}
                 accepted = _in_every_layer(same, held[replica])
-                _require_none([name for name in differing if name not in accepted], replica, len(names), version)
+                if bad := [name for name in differing if name not in accepted]:
+                    raise RolloutError(
+                        f"{FLAG}: {replica} does not hold {bad[0]} of version {version}, the first of {len(bad)} "
+                        f"tensors of {len(names)} that differ from the trainer's; the engine or the transfer is "
+                        "broken; --no-verify-weight-sync continues without verification"
+                    )
                 rearranged |= accepted
         unread = len(names) - min(map(len, held.values()), default=len(names))
         self._report(sorted(rearranged), unread, len(names))
@@ -116,15 +121,6 @@ def _in_every_layer(permuted: Collection[str], readable: Iterable[str]) -> set[s
     for name in readable:
         by_layer.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)  # of all layers and all experts
     return {name for names in by_layer.values() if len(names) > 1 and set(permuted).issuperset(names) for name in names}
-
-
-def _require_none(wrong: Sequence[str], replica: str, num_sent: int, version: int) -> None:
-    if wrong:
-        raise RolloutError(
-            f"{FLAG}: {replica} does not hold {wrong[0]} of version {version}, the first of {len(wrong)} tensors of "
-            f"{num_sent} that differ from the trainer's; the engine or the transfer is broken; "
-            "--no-verify-weight-sync continues without verification"
-        )
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:

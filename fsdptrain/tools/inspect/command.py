@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from fsdptrain.errors import NumericsError
 from fsdptrain.tools.machine import JSON, NUM_GPUS, resolve_command
 
 USAGE = """\
@@ -17,13 +18,17 @@ def inspect(argv: Sequence[str]) -> int:
     resolved = resolve_command("inspect", USAGE, argv, {"num_gpus": NUM_GPUS, "json": JSON})
     if resolved is None:
         return 0
-    from fsdptrain.tools.inspect import inspection  # lazy: imports torch
+    from fsdptrain.model.probes.kernels import require_no_fallback  # lazy: imports torch
+    from fsdptrain.tools.inspect.inspection import inspect_model
     from fsdptrain.tools.inspect.text import print_inspection
 
-    found = inspection.inspect_model(resolved.config, num_gpus=resolved.command_values["num_gpus"])
+    found = inspect_model(resolved.config, num_gpus=resolved.command_values["num_gpus"])
     if resolved.command_values["json"]:
         sys.stdout.write(json.dumps(found.as_dict(), indent=2) + "\n")
     else:
         print_inspection(found)
-    inspection.raise_problems(found, strict=resolved.config.model.strict)
+    if found.refusal:
+        raise NumericsError(found.refusal)
+    if resolved.config.model.strict:
+        require_no_fallback(found.kernels)
     return 0

@@ -30,7 +30,7 @@ from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.materialize import quiet_transformers
 from fsdptrain.model.policy import head_transform
 from fsdptrain.model.probes.copy_probe import probe_random_copy
-from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
+from fsdptrain.model.probes.kernels import Kernel, kernels
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.structure import active_sizes, lm_head
 from fsdptrain.trainer.resolve import resolve_dtype
@@ -100,14 +100,6 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         ],
         device_type=device_type,
     )
-
-
-def raise_problems(report: Inspection, *, strict: bool) -> None:
-    """Raise the error that a run would raise: NumericsError or, with `strict`, ConfigError for a fallback."""
-    if report.refusal:
-        raise NumericsError(report.refusal)
-    if strict:
-        require_no_fallback(report.kernels)
 
 
 def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:

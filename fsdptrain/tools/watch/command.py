@@ -36,17 +36,14 @@ def watch(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         sys.stdout.write(WATCH_USAGE)
         return 0
-    folders, rest = _split(argv)
-    if not folders:
-        raise ConfigError("watch needs the folder of a run, e.g. fsdptrain watch runs/Qwen3-4B-grpo")
+    folders, rest = _split(argv, "watch")
     port = parse(rest, WATCH).get("port", 0)
     if not 0 <= port < 65536:
         raise ConfigError(f"--port must be 0 to 65535, got {port}")
     from fsdptrain.tools.watch.run_data import RunData
     from fsdptrain.tools.watch.server import WatchServer
 
-    runs = [RunData(folder, name) for folder, name in _named(folders)]
-    with WatchServer(runs, port) as server:
+    with WatchServer([RunData(folder, name) for folder, name in _named(folders)], port) as server:
         sys.stdout.write(f"{server.url}\n")
         sys.stdout.flush()
         server.serve_forever()
@@ -58,9 +55,7 @@ def report(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         sys.stdout.write(REPORT_USAGE)
         return 0
-    folders, rest = _split(argv)
-    if not folders:
-        raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo")
+    folders, rest = _split(argv, "report")
     parse(rest, {})
     import time
 
@@ -83,10 +78,12 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
-def _split(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
+def _split(argv: Sequence[str], command: str) -> tuple[list[Path], list[str]]:
     """Return the folders before the first flag, and the rest. Raises ConfigError for a folder that is none."""
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     folders = [Path(word) for word in words]
+    if not folders:
+        raise ConfigError(f"{command} needs the folder of a run, e.g. fsdptrain {command} runs/Qwen3-4B-grpo")
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: pass the --output-dir of a run")

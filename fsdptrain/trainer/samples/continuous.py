@@ -100,7 +100,8 @@ class ContinuousSource(RolloutSource):
         self._exchange()
         while True:
             judged = self._judge(selection, taken)
-            rounds += [result_of(group, kept=group in taken) for group in judged if group.owner == own]
+            for result, is_kept in ((g.work.result(), g in taken) for g in judged if g.owner == own and g.work):
+                rounds.append(result if is_kept else only((), result))  # of dropped groups only the rewards
             if len(selection.generated) >= self.num_prompts:
                 self.check_rewards(joined(rounds).results)
             if not selection.needs_round:
@@ -201,12 +202,6 @@ class ContinuousSource(RolloutSource):
             "rollout/finished_groups": float(finished),
             "rollout/unfinished_groups": float(len(self._open) - finished),
         }
-
-
-def result_of(group: Group, *, kept: bool) -> GenerationRound:
-    """Return the samples and rewards of a finished group; only the rewards if it is not kept."""
-    assert group.work is not None
-    return group.work.result() if kept else only((), group.work.result())
 
 
 def assign(count: int, open_groups: Sequence[int]) -> list[int]:
