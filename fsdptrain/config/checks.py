@@ -77,7 +77,8 @@ def check_world_size(config: Config, world_size: int) -> None:
     num_ranks = world_size // replicas
     for group in config.rank_groups:
         if num_ranks % (group.size * group.stride):
-            inner = [other for other in config.rank_groups if other.size > 1 and other.lies_within(group)]
+            larger = [other for other in config.rank_groups if other.size > 1 and other.shares_packs]
+            inner = [other for other in larger if other.stride * other.size <= group.stride]
             flags = [f"{all_keys()[each.key].flag} {each.size}" for each in (*inner, group)]
             raise ConfigError(
                 f"{' x '.join(flags)} must divide the processes of a replica, {num_ranks}: choose a divisor"

@@ -14,7 +14,7 @@ def flatten_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     flat, problems = dict[str, Any](), list[Any]()
     for name, value in values.items():
         try:
-            for key, setting in _pairs({name: value}):
+            for key, setting in _pairs(name, value):
                 if key.flat in flat:
                     raise ConfigError(f"{key.section}.{key.name} is given twice, in its section and flat: give it once")
                 flat[key.flat] = setting
@@ -25,16 +25,14 @@ def flatten_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
+def _pairs(key: str, value: Any) -> Iterator[tuple[Key, Any]]:
     keys, sections = all_keys(), all_sections()
-    for key, value in values.items():
-        is_section = key in sections and (isinstance(value, Mapping | Section) or key not in keys)
-        if is_section:
-            yield from ((Key(sections[key], name), v) for name, v in _fields_of(key, value).items())
-        elif key in keys:
-            yield keys[key], value
-        else:
-            raise ConfigError(f"unknown key {str(key)!r}{advice(str(key), [*keys, *sections])}")
+    if key in sections and (isinstance(value, Mapping | Section) or key not in keys):
+        yield from ((Key(sections[key], name), v) for name, v in _fields_of(key, value).items())
+    elif key in keys:
+        yield keys[key], value
+    else:
+        raise ConfigError(f"unknown key {str(key)!r}{advice(str(key), [*keys, *sections])}")
 
 
 def _fields_of(section: str, value: Any) -> dict[str, Any]:

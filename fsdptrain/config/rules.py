@@ -104,10 +104,6 @@ class RankGroup:
     size: int = 1
     stride: int = 1  # distance of its ranks
 
-    def lies_within(self, other: "RankGroup") -> bool:
-        """Whether each member of `other` is a whole group of this kind."""
-        return self.shares_packs and self.stride * self.size <= other.stride
-
 
 class Fact(Enum):
     """What options change elsewhere. `Section.FACTS` states under which conditions; `Config.has` tells."""

@@ -63,12 +63,12 @@ def open_rows(
     return as_rows(dataset, data, **options)
 
 
+@dataclasses.dataclass(frozen=True)
 class _GeneratedRows:
     """Lazily generated rows of a reasoning-gym task. The metadata holds what the task's scorer needs."""
 
-    def __init__(self, task: str, dataset: Any) -> None:
-        self.task = task
-        self.dataset = dataset
+    task: str
+    dataset: Any
 
     def __len__(self) -> int:
         return len(self.dataset)

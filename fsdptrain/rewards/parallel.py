@@ -136,14 +136,11 @@ class ParallelReward:
                 else:
                     parts[index].append(outcome)
         for index, results in parts.items():
-            outcomes[index] = self._combine(results)
+            try:
+                outcomes[index] = to_result(self.reward.combine(results))
+            except ValueError as error:
+                outcomes[index] = str(error)
         return outcomes
-
-    def _combine(self, results: Sequence[RewardResult]) -> Outcome:
-        try:
-            return to_result(self.reward.combine(results))
-        except ValueError as error:
-            return str(error)
 
 
 def _where(component: Component) -> str:

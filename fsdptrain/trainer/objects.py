@@ -79,15 +79,11 @@ def _with_paths(config: Config, given: Mapping[str, Any]) -> Config:
     for flat, path in paths.items():
         if by_path[path] is not given[flat]:
             raise ConfigError(f"Trainer(...) got two objects named {path}: give each a function with a name of its own")
-    values: dict[str, Any] = _set_values(config) | paths
-    return Config(**values)
-
-
-def _set_values(config: Config) -> dict[str, Any]:
-    """Return the values that were set, also those that equal the default, by flat key."""
     preset = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     was_set = {flat for flat, key in all_keys().items() if key.name in config.named(key.section).model_fields_set}
-    return config.changed_values | {flat: config.value(flat) for flat in was_set - preset.keys()}
+    equal = {flat: config.value(flat) for flat in was_set - preset.keys()}  # also those that equal the default
+    values: dict[str, Any] = config.changed_values | equal | paths
+    return Config(**values)
 
 
 def path_of(instance: Any) -> str:

@@ -15,6 +15,7 @@ from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import RunFolder
 
 if TYPE_CHECKING:
+    from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
     from fsdptrain.protocols import TrainBackend
 
 
@@ -26,11 +27,7 @@ class Progress:
     ) -> None:
         self.step = 0
         self.saved: int | None = None  # step of the newest checkpoint
-        self.checkpoints: CheckpointFolder | None = None
-        if keep_last := config.run.keep_last:
-            from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-
-            self.checkpoints = CheckpointFolder(folder.path, keep_last=keep_last, timeout_s=config.launch.dist_timeout)
+        self.checkpoints = _open_checkpoints(config, folder.path) if config.run.keep_last else None
         self.num_updates = 0  # optimizer steps that were not skipped
         self._inputs = folder.inputs
         self._config = config
@@ -87,3 +84,9 @@ class Progress:
         restore(checkpoint, progress, self._stream, self._report, trains=self._config.run.num_rollout > 0)
         self.step = self.saved = self._backend.load(checkpoint)
         self.num_updates = progress.get("num_updates", 1)
+
+
+def _open_checkpoints(config: Config, run: Path) -> "CheckpointFolder":
+    from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+
+    return CheckpointFolder(run, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout)

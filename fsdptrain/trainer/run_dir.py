@@ -47,10 +47,7 @@ class RunFolder:
 
 
 def open_folder(config: Config) -> RunFolder:
-    """Find the checkpoint to resume from. Collective.
-
-    Raises ConfigError if --output-dir cannot be used.
-    """
+    """Find the checkpoint to resume from. Collective. Raises ConfigError if --output-dir cannot be used."""
     folder = Path(config.run.output_dir)
     variables = read_rank_variables()
     restarted = any_rank(variables is not None and variables.restart > 0)  # machines may count restarts differently

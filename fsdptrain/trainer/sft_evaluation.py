@@ -47,10 +47,7 @@ class LossEvaluation:
         return cls(backend, replace(rules, num_steps=1), samples, images_of(data.supervised))
 
     def run(self) -> tuple[Metrics, list[Shown]]:
-        """Return eval/loss, a mean over the trained tokens of all ranks, and eval/perplexity; no rows.
-
-        Collective.
-        """
+        """Return eval/loss, a mean over the trained tokens of all ranks, and eval/perplexity; no rows. Collective."""
         total = count = 0.0
         for step in make_batches(self.samples, self.rules, rollout=0, images=self.images):
             logprobs = self.backend.compute_logprobs(step.packs, "policy")

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from fsdptrain.model.structure import active_sizes, head_widths, is_of_adapter, layer_config, lm_head
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.metrics import reduce_sums
-from fsdptrain.types import Metrics, PackedBatch
+from fsdptrain.types import Metrics
 
 # Dense bfloat16, by a part of the device name; the first that fits. NVIDIA's data sheets.
 PEAK_TFLOPS = {
@@ -75,17 +75,14 @@ class Speed:
     def utilization(self, steps: Sequence[StepBatches], *, train_s: float) -> Metrics:
         """Compute perf/mfu and perf/mfu_causal of the forward and backward passes, mean over ranks."""
         packs = [pack for step in steps for pack in step.packs]
-        own = {
-            name: sum(self._flops(p, causal=causal) for p in packs)
-            for name, causal in (("perf/mfu", False), ("perf/mfu_causal", True))
-        }
+        own = {"perf/mfu": 0.0, "perf/mfu_causal": 0.0}
+        for pack in packs:  # a shared prompt counts once; every response attends to it
+            sizes = (pack.seqlens, pack.loss_positions.numel())
+            prefixes = None if pack.shared is None else pack.shared.lengths
+            for name in own:
+                own[name] += self.flops.training(*sizes, causal=name == "perf/mfu_causal", prefixes=prefixes)
         possible = self.peak_tflops * 1e12 * max(train_s, 1e-9) * dist.get_world_size() * self.copies
         return {name: total / possible for name, total in reduce_sums(own).items()}
-
-    def _flops(self, pack: PackedBatch, *, causal: bool) -> float:
-        """Count the FLOPs of a pack. A shared prompt counts once; every response attends to it."""
-        prefixes = None if pack.shared is None else pack.shared.lengths
-        return self.flops.training(pack.seqlens, pack.loss_positions.numel(), causal=causal, prefixes=prefixes)
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:

@@ -190,7 +190,6 @@ def check_prompt(prompt: Prompt, limit: int, config: PreTrainedConfig, *, max_ba
 
 
 def build_hf_engine(config: Config, *, checkpoint: Path, device: torch.device) -> HFEngine:
-    """Build the embedded engine from the configuration."""
     return HFEngine(
         checkpoint,
         dtype=getattr(torch, config.compute_dtype_name),
