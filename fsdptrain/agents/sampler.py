@@ -195,12 +195,7 @@ class OpenEpisodes:
         return cut, text
 
     def _choice(
-        self,
-        completion: Completion,
-        text: str,
-        call: ModelCall,
-        prompt_ids: Sequence[int],
-        number: tuple[int, int],
+        self, completion: Completion, text: str, call: ModelCall, prompt_ids: Sequence[int], number: tuple[int, int]
     ) -> Choice:
         content, tool_calls = self.renderer.tool_calls_of(text, completion.token_ids, call, prompt_ids, number=number)
         is_call = tool_calls and completion.finish_reason == "stop"
@@ -335,12 +330,7 @@ def _sample(episode: AgentEpisode, result: Any) -> Sample:
 
 
 def build_agent_sampler(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    engine: RolloutEngine,
-    reward: ParallelReward,
-    agent: Agent,
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: RolloutEngine, reward: ParallelReward, agent: Agent
 ) -> AgentSampler:
     """Start the endpoint of a run with an agent. Raises ConfigError for options that agents do not support."""
     _check(config, engine)

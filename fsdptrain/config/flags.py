@@ -73,12 +73,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 def config_options() -> dict[str, Option]:
     """Return all options of `Config`, by flat key."""
     return {
-        flat: Option(
-            key.flag,
-            key.field.annotation,
-            " ".join((key.field.description or "").split()),
-            key.default,
-        )
+        flat: Option(key.flag, key.field.annotation, " ".join((key.field.description or "").split()), key.default)
         for flat, key in all_keys().items()
     }
 

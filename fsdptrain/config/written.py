@@ -33,12 +33,7 @@ def to_yaml(config: Config, sources: Mapping[str, str] | None = None) -> str:
 def _scalar(value: Any) -> str:
     """Format `value` on one line."""
     in_list = yaml.dump(
-        [value],
-        Dumper=_Dumper,
-        default_flow_style=True,
-        width=math.inf,
-        allow_unicode=True,
-        sort_keys=False,
+        [value], Dumper=_Dumper, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False
     )
     return in_list.strip()[1:-1]
 

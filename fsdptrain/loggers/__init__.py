@@ -44,12 +44,7 @@ LOGGERS: "Table[Callable[[RunInfo], Logger]]" = Table(
 
 
 def build_loggers(
-    log: LogConfig,
-    output_dir: Path,
-    *,
-    total_steps: int,
-    resumed_step: int | None = None,
-    config: Config | None = None,
+    log: LogConfig, output_dir: Path, *, total_steps: int, resumed_step: int | None = None, config: Config | None = None
 ) -> "list[Logger]":
     """Build the loggers of a run, JSONL first. Returns an empty list except on rank 0.
 

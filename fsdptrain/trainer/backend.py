@@ -22,10 +22,7 @@ BACKENDS: "Table[Callable[..., TrainBackend]]" = Table(
 
 
 def build_backend(
-    config: Config,
-    *,
-    features: Features | None = None,
-    before_load: Callable[[PreTrainedModel], None] | None = None,
+    config: Config, *, features: Features | None = None, before_load: Callable[[PreTrainedModel], None] | None = None
 ) -> "TrainBackend":
     """Build the backend selected by --backend. Does not import the other backend. Collective.
 

@@ -35,13 +35,7 @@ from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.resolve import load_environment, open_tokenizer, resolve, resolve_dtype
 from fsdptrain.trainer.run_dir import RunFolder, open_folder
-from fsdptrain.trainer.samples.build import (
-    AGENT_SAMPLER,
-    advantage_rule,
-    build_sampler,
-    build_source,
-    open_rewards,
-)
+from fsdptrain.trainer.samples.build import AGENT_SAMPLER, advantage_rule, build_sampler, build_source, open_rewards
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.trainer.stopping import StopRequest
 from fsdptrain.types import Sample
@@ -202,12 +196,7 @@ def build_loop(
             evaluation=evaluation,
             phases=phases,
             report=Reporter(
-                config,
-                loggers,
-                stream=data.stream,
-                speed=speed,
-                planned_memory=planned,
-                folder=folder.path,
+                config, loggers, stream=data.stream, speed=speed, planned_memory=planned, folder=folder.path
             ),
             trainer=trainer,
             stop=stop,
@@ -218,11 +207,7 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> "list[L
     """Open the loggers of rank 0; `stack` closes them. If one fails, all ranks raise the error. Collective."""
     with raise_on_all_ranks(ConfigError, "--log-to"):
         loggers = build_loggers(
-            config.log,
-            folder.path,
-            total_steps=config.run.num_rollout,
-            resumed_step=folder.resumed_step,
-            config=config,
+            config.log, folder.path, total_steps=config.run.num_rollout, resumed_step=folder.resumed_step, config=config
         )
     for logger in loggers:
         stack.callback(logger.close)

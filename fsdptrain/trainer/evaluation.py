@@ -39,10 +39,7 @@ class Evaluation:
     def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[Shown]]:
         made = self.sampler.sample(self.prompts, sampling, Stopwatch())
         metrics = evaluation_metrics(
-            made.samples,
-            num_samples=sampling.num_samples,
-            name=name,
-            correct_reward=self.config.reward.pass_threshold,
+            made.samples, num_samples=sampling.num_samples, name=name, correct_reward=self.config.reward.pass_threshold
         )
         shown = show(made.prompts, made.texts, made.samples, self.config.log.num_samples)
         everywhere = [row for rows in gather(shown) for row in rows]

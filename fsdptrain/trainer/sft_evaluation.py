@@ -31,14 +31,7 @@ class LossEvaluation:
     images: Mapping[str, Images]
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        backend: TrainBackend,
-        *,
-        samples: list[Sample],
-        data: RunData,
-    ) -> "LossEvaluation":
+    def of(cls, config: Config, backend: TrainBackend, *, samples: list[Sample], data: RunData) -> "LossEvaluation":
         """Evaluate `samples` of this rank, without those that a pack cannot hold. Collective."""
         rules = PackingRules.of(config, layout=backend.layout_probe.layout, features=backend.features)
         overlong = config.batch.overlong_samples

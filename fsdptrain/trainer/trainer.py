@@ -170,12 +170,7 @@ class Trainer:
         from fsdptrain.trainer.interactive import generate_texts
 
         return generate_texts(
-            self._opened(),
-            prompts,
-            num_samples=num_samples,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
+            self._opened(), prompts, num_samples=num_samples, max_tokens=max_tokens, temperature=temperature, seed=seed
         )
 
     def evaluate(self) -> Metrics:

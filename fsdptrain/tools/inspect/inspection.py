@@ -94,10 +94,7 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         head=_head(model),
         probe=probe,
         refusal=refusal or next((kernel.reason for kernel in liger if kernel.fell_back), ""),
-        kernels=[
-            *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
-            *liger,
-        ],
+        kernels=[*kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe), *liger],
         device_type=device_type,
     )
 

@@ -42,11 +42,7 @@ AGENT_SAMPLER = registry.Table[Callable[..., Any]]({"agent": "fsdptrain.agents.s
 
 
 def open_rewards(
-    config: Config,
-    reward: WeightedSum,
-    data: RunData,
-    environment: "LoadedEnvironment | None",
-    stack: ExitStack,
+    config: Config, reward: WeightedSum, data: RunData, environment: "LoadedEnvironment | None", stack: ExitStack
 ) -> ParallelReward:
     """Start the rewards. Rank 0 tries custom rewards once. Raises ConfigError on all ranks. Collective."""
     with raise_on_all_ranks(ConfigError, "--reward"):
