@@ -138,7 +138,7 @@ def build_loop(
 
             open_repository(config)
         folder, data = run.folder, run.data
-        if config.run.num_rollout and (config.run.keep_last or folder.checkpoint is not None):
+        if folder.checkpoint is not None or (config.run.num_rollout and config.run.keep_last):
             from fsdptrain.trainer.inputs import bind_inputs
 
             folder = bind_inputs(config, folder, checkpoint, data, run.reward, run.environment)

@@ -15,7 +15,10 @@ from fsdptrain.config.rules import NOT_EXPORTED
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export_folder import check_target
+from fsdptrain.model.loading.files import resolve_checkpoint
 from fsdptrain.trainer.backend import build_backend
+from fsdptrain.trainer.inputs import MODEL, digest_model
+from fsdptrain.trainer.resuming import read_progress
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +43,16 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
             if dist.get_rank() == 0:
                 sources = (config.model.hf_checkpoint, config.ref.load)
                 check_target(output, flag=f"--output {output}", sources=sources)
+        resolved = resolve_checkpoint(config.model.hf_checkpoint)
         backend = build_backend(_split_to_fit(config, dist.get_world_size()))
         backend.load(checkpoint)
+        with raise_on_all_ranks(CheckpointError, f"--checkpoint {checkpoint}"):
+            digest = digest_model(resolved)
+            if read_progress(checkpoint).get("inputs", {}).get(MODEL, digest) != digest:
+                line = f"--checkpoint {checkpoint}: {MODEL} have changed since it was written"
+                if backend.features.adapter is not None:
+                    raise CheckpointError(f"{line}, and it holds only an adapter of them: restore them")
+                log.warning("%s: config and tokenizer are the new ones", line)
         backend.export(output)
 
 

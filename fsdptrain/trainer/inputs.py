@@ -34,6 +34,7 @@ from fsdptrain.types import Prompt
 
 log = logging.getLogger(__name__)
 
+MODEL = "files of --hf-checkpoint"
 _ROWS = 1000  # of larger data sets so many rows are read, at equal distances
 _SLICES, _SLICE_BYTES = 16, 4096  # of each file of weights
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -55,17 +56,19 @@ def bind_inputs(
     inputs: dict[str, str] = {}
     with raise_on_all_ranks(CheckpointError, "--resume"):
         if dist.get_rank() == 0:
-            inputs = {
-                "rows of --prompt-data": digest_rows(data.stream.rows),
-                "held-out rows": _digest([held_out_content(prompt) for prompt in (*data.prompts, *data.supervised)]),
-                "chat template": _digest(str(data.stream.tokenizer.chat_template)),
-                "tokenizer": _tokenizer(data.stream.tokenizer),
-                "source of --reward": _digest([source_of(component.function) for component in reward.components]),
-                **dict(_models(config)),
-                "files of --hf-checkpoint": _model(checkpoint),
-            }
-            if environment is not None:
-                inputs["source of --environment"] = source_of(environment.environment)
+            if config.run.num_rollout:  # else an evaluation, of other data on purpose
+                held_out = [held_out_content(prompt) for prompt in (*data.prompts, *data.supervised)]
+                inputs = {
+                    "rows of --prompt-data": digest_rows(data.stream.rows),
+                    "held-out rows": _digest(held_out),
+                    "chat template": _digest(str(data.stream.tokenizer.chat_template)),
+                    "tokenizer": _tokenizer(data.stream.tokenizer),
+                    "source of --reward": _digest([source_of(component.function) for component in reward.components]),
+                    **dict(_models(config)),
+                }
+                if environment is not None:
+                    inputs["source of --environment"] = source_of(environment.environment)
+            inputs[MODEL] = digest_model(checkpoint)
             before = (folder.progress or {}).get("inputs", {})
             changed = [name for name, digest in inputs.items() if before.get(name, digest) != digest]
             if changed and config.run.resume not in ("auto", "never"):
@@ -170,10 +173,10 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
     for key in all_keys().values():
         value = key.value(config)
         if isinstance(value, str) and os.path.isfile(os.path.join(value, "config.json")):
-            yield f"files of {key.flag}", _model(Path(value))
+            yield f"files of {key.flag}", digest_model(Path(value))
 
 
-def _model(folder: Path) -> str:
+def digest_model(folder: Path) -> str:
     """Digest the config files and slices of all files of weights: the headers, and some of the values."""
     slices = [path.read_bytes() for path in sorted(folder.glob("*config.json"))]  # of processors and generation too
     for path in weight_files(folder):

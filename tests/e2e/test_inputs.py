@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from fsdptrain.config import DataConfig
 from fsdptrain.data.rows import Row
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import CheckpointError
-from fsdptrain.trainer.inputs import digest_rows, held_out_content, source_of
+from fsdptrain.trainer.export import export_checkpoint
+from fsdptrain.trainer.inputs import MODEL, digest_rows, held_out_content, source_of
 from fsdptrain.trainer.samples.environment import Agent
 from fsdptrain.types import Images, Prompt
 from tests.testing import save_tiny_checkpoint, tiny_run, write_rows
@@ -59,7 +61,6 @@ def config(folder: Path, **values: Any) -> Config:
     return tiny_run(folder / "model", folder / "run", **data, **values)
 
 
-MODEL = "files of --hf-checkpoint"
 ROWS_FLAG = "rows of --prompt-data"
 
 
@@ -99,6 +100,25 @@ def test_a_resume_with_the_same_inputs_says_nothing(folder: Path, caplog: pytest
     with Trainer(config(folder, num_rollout=2)) as trainer:
         assert trainer.step == 1
     assert "inputs" not in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_evaluations_and_exports_of_a_changed_model_say_so_and_an_adapter_is_not_exported(
+    tmp_path: Path, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path)
+    Trainer(config(tmp_path, num_rollout=1, lora_rank=rank)).fit()
+    weights, checkpoint = (
+        tmp_path / "model/model-00001-of-00002.safetensors",
+        tmp_path / "run/checkpoints/step_00000001",
+    )
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="holds only an adapter") if rank else nullcontext():
+        export_checkpoint(checkpoint, tmp_path / "exported")
+    assert bool(rank) != (f"{MODEL} have changed since it was written" in caplog.text)
+    with Trainer(config(tmp_path, num_rollout=0, lora_rank=rank, resume=str(checkpoint))) as trainer:
+        trainer.evaluate()
+    assert f"resumes with other inputs: {MODEL}\n" in caplog.text
 
 
 def test_an_image_is_its_content_not_its_name(tmp_path: Path) -> None:
