@@ -6,7 +6,7 @@ documented otherwise. All ranks call them in the same order, and the implementat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fsdptrain.model.probes.layout import LayoutProbe
 
 Naming = Literal["hub", "module"]
+Loss = Callable[[PackedBatch, LogProbs, LossConfig], LossOutput]
 ModelRole = Literal["policy", "reference"]
 ForwardRole = Literal["train", "policy", "reference"]  # what logprobs are for: a loss, or scores of the policy, ...
 
@@ -52,14 +53,11 @@ class RolloutEngine(Protocol):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load the full tensors of `weights`. Every rank must exhaust the iterator."""
-        ...
 
     def sleep(self) -> None:
         """Free device memory until `wake_up`. No-op if already asleep."""
-        ...
 
     def wake_up(self) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -79,6 +77,7 @@ class TrainBackend(Protocol):
 
     compute_dtype: torch.dtype
     layout_probe: LayoutProbe
+    features: Features  # attached to the policy
 
     @property
     def model(self) -> PreTrainedModel:
@@ -86,18 +85,9 @@ class TrainBackend(Protocol):
         ...
 
     @property
-    def features(self) -> Features:
-        """The features attached to the policy."""
-        ...
+    def lines(self) -> list[str]: ...  # of the log, that describe the backend
 
-    @property
-    def lines(self) -> list[str]:
-        """Log lines that describe the backend."""
-        ...
-
-    def kernels(self) -> list[Kernel]:
-        """Return the kernels that the model uses."""
-        ...
+    def kernels(self) -> list[Kernel]: ...
 
     def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute log-probabilities without gradient. Returns one record per batch, on the CPU."""
@@ -121,18 +111,15 @@ class TrainBackend(Protocol):
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        ...
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move all state to the host until `onload`, to free memory for an engine on the same device (--offload-train).
 
         With `keep_weights`, the state that `hf_weights` and `compute_logprobs` need stays on the device.
         """
-        ...
 
     def onload(self) -> None:
         """Move the state back to the device. No-op if nothing was moved."""
-        ...
 
 
 class RewardFunction(Protocol):
@@ -156,13 +143,7 @@ class Environment(Protocol):
         ...
 
 
-class Loss(Protocol):
-    def __call__(self, batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput: ...
-
-
 class Logger(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None: ...
-
     def close(self) -> None: ...

@@ -121,8 +121,5 @@ ADVANTAGES = Table[Estimate](
     }
 )
 BATCH_SCALES = Table[Callable[[Sequence[Sample], ReduceSums], list[Sample]]](
-    {
-        "batch": f"{_ESTIMATORS}:divide_by_batch_std",
-        "whiten": f"{_ESTIMATORS}:whiten_tokens",
-    }
+    {"batch": f"{_ESTIMATORS}:divide_by_batch_std", "whiten": f"{_ESTIMATORS}:whiten_tokens"}
 )

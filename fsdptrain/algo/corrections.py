@@ -68,23 +68,15 @@ def _of_token(_tokens: LossTokens, log_w: Tensor) -> Tensor:
     return log_w
 
 
-def _truncated(w: Tensor, low: float, high: float) -> Tensor:
-    return w.clamp(low, high)
-
-
 def _masked(w: Tensor, low: float, high: float) -> Tensor:
     return torch.where((w >= low) & (w <= high), w, 0.0)
 
 
-def _ones(w: Tensor, _low: float, _high: float) -> Tensor:
-    return torch.ones_like(w)
-
-
 CORRECTIONS: Mapping[str, Correction] = {
-    "none": Correction(_of_token, _ones, "1", "bounds are those of mismatch/out_of_bounds"),
-    "tis": Correction(_of_token, _truncated, "clamp(w_t, low, high)", "truncated importance sampling, 2025"),
+    "none": Correction(_of_token, lambda w, *_: torch.ones_like(w), "1", "bounds are those of mismatch/out_of_bounds"),
+    "tis": Correction(_of_token, torch.clamp, "clamp(w_t, low, high)", "truncated importance sampling, 2025"),
     "tis_sequence": Correction(
-        sequence_sum, _truncated, "clamp(exp(sum_t log w_t), low, high)", "the same for whole sequences"
+        sequence_sum, torch.clamp, "clamp(exp(sum_t log w_t), low, high)", "the same for whole sequences"
     ),
     "mis": Correction(_of_token, _masked, "w_t inside [low, high], else 0", "masked importance sampling"),
     "mis_sequence": Correction(

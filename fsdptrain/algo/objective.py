@@ -16,13 +16,7 @@ from fsdptrain.types import LossConfig, LossOutput
 
 
 def policy_loss(
-    tokens: LossTokens,
-    policy: Tensor,
-    config: LossConfig,
-    *,
-    ratio: Tensor,
-    clipped_low: Tensor,
-    clipped_high: Tensor,
+    tokens: LossTokens, policy: Tensor, config: LossConfig, *, ratio: Tensor, clipped_low: Tensor, clipped_high: Tensor
 ) -> LossOutput:
     """Complete a loss that uses the old policy: apply corrections and masks to `policy` [M], then call `total`.
 

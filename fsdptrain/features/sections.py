@@ -76,11 +76,7 @@ class VisionConfig(Section):
 
     NAME = "vision"
     RULES = (FSDP_ONLY,)
-    FACTS = (
-        (Fact.RUNS_TOWER, "image_key"),
-        (Fact.TRAINS_TOWER, "train_vision"),
-        (Fact.EMBEDDED_ENGINE, "image_key"),
-    )
+    FACTS = ((Fact.RUNS_TOWER, "image_key"), (Fact.TRAINS_TOWER, "train_vision"), (Fact.EMBEDDED_ENGINE, "image_key"))
 
     image_key: Annotated[
         str | None,

@@ -107,11 +107,9 @@ class FSDPBackend:
 
     @property
     def lines(self) -> list[str]:
-        """Log lines about the layout."""
         return [self.layout_probe.line]
 
     def kernels(self) -> "list[Kernel]":
-        """Return the kernels that compute the parts of the model."""
         from fsdptrain.model.probes.kernels import kernels
 
         device_type, dtype = platform.device_type(), self.compute_dtype
@@ -154,10 +152,6 @@ class FSDPBackend:
         return metrics | self._optimizer.end_step(norm_value, finite=finite, kl=metrics.get("loss/kl", 0.0))
 
     def hf_weights(self, naming: "Naming" = "hub") -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors in the compute dtype on the device, layer by layer.
-
-        Every rank receives all tensors and must iterate to the end.
-        """
         assert "weights" not in self._away, "onload comes before hf_weights"
         return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, features=self.features)
 
@@ -174,10 +168,7 @@ class FSDPBackend:
             self.features.adapter.export(target, partial(export_policy, **options))
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move optimizer state and parameters to the host until `onload`. Tensors that are not on the device stay.
-
-        keep_weights: move only the optimizer state. On a CPU the tensors are copied, which frees no memory.
-        """
+        """Tensors that are not on the device stay. On a CPU the tensors are copied, which frees no memory."""
         from fsdptrain.fsdp.stash import stash_trainer
 
         stash_trainer(self._model, self._optimizer, self._away, keep_weights=keep_weights)
@@ -196,7 +187,6 @@ class FSDPBackend:
         )
 
     def load(self, directory: Path) -> int:
-        """Load a checkpoint and return its step. Raises CheckpointError."""
         from fsdptrain.fsdp.checkpoint import load_checkpoint
 
         assert not self._away, "onload comes before load"

@@ -161,12 +161,7 @@ def export_policy(target: Path, config: Config, source: Path, model: PreTrainedM
 
 
 def export_hf(
-    target: Path,
-    dtypes: ExportDtypes,
-    stream: Stream,
-    *,
-    max_file_bytes: int = FILE_BYTES,
-    stop: Sequence[int] = (),
+    target: Path, dtypes: ExportDtypes, stream: Stream, *, max_file_bytes: int = FILE_BYTES, stop: Sequence[int] = ()
 ) -> None:
     """Write the weights of `stream(dtype=...)` as a folder like the source of `dtypes`. Collective.
 

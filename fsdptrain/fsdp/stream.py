@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def stream_weights(
-    model: PreTrainedModel,
-    *,
-    dtype: torch.dtype,
-    naming: "Naming",
-    features: Features = NO_FEATURES,
+    model: PreTrainedModel, *, dtype: torch.dtype, naming: "Naming", features: Features = NO_FEATURES
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of everything in a checkpoint, on the device of the shards. Collective.
 

@@ -29,12 +29,7 @@ from fsdptrain.megatron.masters import Masters, wrap
 from fsdptrain.megatron.model import build_model, build_options, has_transformer_engine
 from fsdptrain.megatron.parity import check_parity, small_models
 from fsdptrain.megatron.report import kernels_of, report_lines
-from fsdptrain.megatron.storage import (
-    identity,
-    load_checkpoint,
-    load_tensors,
-    save_checkpoint,
-)
+from fsdptrain.megatron.storage import identity, load_checkpoint, load_tensors, save_checkpoint
 from fsdptrain.megatron.transformer_config import transformer_config
 from fsdptrain.megatron.weights import WeightMap, by_module
 from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
@@ -105,14 +100,12 @@ class MegatronBackend:
 
     @property
     def lines(self) -> list[str]:
-        """Log lines that describe the backend."""
         return [*report_lines(self._model, layout=self._layout), self._masters.line, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         return kernels_of(self._model, self._stock)
 
     def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
-        """Compute logprobs at the rollout temperature without gradient. Returns CPU tensors, one per batch."""
         moved = [batch.to(self.device) for batch in batches]
         weights = nullcontext()
         if model == "reference":
@@ -123,11 +116,7 @@ class MegatronBackend:
         return [LogProbs(values.cpu()) for values in from_last_stage(found, [b.advantages for b in moved])]
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
-        """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs.
-
-        As in FSDPBackend: without loss tokens on any rank only the schedule advances, and non-finite gradients are
-        dropped on every rank.
-        """
+        """As in FSDPBackend: without loss tokens only the schedule advances, and non-finite gradients are dropped."""
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
             return self._optimizer.advance_without_update()
         self._wrapped.zero_grad_buffer()
@@ -152,21 +141,17 @@ class MegatronBackend:
         return metrics
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors in the compute dtype on the device, layer by layer. All ranks must iterate to the end."""
         stream = self.weights.stream(dtype=self.compute_dtype)
         return stream if naming == "hub" else by_module(stream, self._stock)
 
     def export(self, target: Path) -> None:
-        """Write the policy as a Hugging Face folder, in the dtype of --export-dtype."""
         stream = partial(self.weights.stream, of=self._masters.whole_master)
         export_policy(target, self._config, self.checkpoint_path, self._stock, stream)
 
     def save(self, directory: Path, step: int) -> None:
-        """Save to an existing folder: see `CheckpointFolder.write`."""
         save_checkpoint(directory, self.weights, self._masters, self._optimizer, step=step, model=self._identity)
 
     def load(self, directory: Path) -> int:
-        """Load a checkpoint and return its step. Raises CheckpointError."""
         return load_checkpoint(directory, self.weights, self._masters, self._optimizer, model=self._identity)
 
     def _load(self) -> ReferenceBank | None:

@@ -85,11 +85,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
 
 
 def load_tensors(
-    folder: Path,
-    weights: WeightMap,
-    put: Callable[[str, Tensor], None] | None = None,
-    *,
-    only_parameters: bool = False,
+    folder: Path, weights: WeightMap, put: Callable[[str, Tensor], None] | None = None, *, only_parameters: bool = False
 ) -> None:
     """Load the files of `write_stream` into this rank's model. Arguments as in `WeightMap.load`."""
     with open_files(folder, weights.shapes(only_parameters=only_parameters), ignored=weights.ignored) as source:

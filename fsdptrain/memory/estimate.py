@@ -142,7 +142,7 @@ class Shapes:
         self.outside = [p for p in model.parameters() if p not in self._in_layers]
         self._parameters = list(model.parameters())
         self._has_adapter = any(is_of_adapter(name) for name, _ in model.named_parameters())
-        self._itemsize = compute_bytes(config)
+        self._itemsize, self._is_quantized = compute_bytes(config), bool(config.value("load_in_4bit"))
 
     def state(self, *, pinned: bool = False) -> Parts:
         """Return the bytes of a rank's shard of weights, gradients and optimizer state."""
@@ -196,10 +196,6 @@ class Shapes:
             found["the checkpoint in writing"] = state["weights"] + state["optimizer state"]
         return found
 
-    @property
-    def _is_quantized(self) -> bool:
-        return bool(self._config.value("load_in_4bit"))
-
     def gathered_elements(self, parameter: nn.Parameter) -> int:
         """Return the elements that a rank holds while the parameter is gathered."""
         return _largest_shard(parameter, 1, parts=self._parts(parameter))
@@ -219,7 +215,7 @@ class Shapes:
     def _frozen_bytes(self, parameter: nn.Parameter) -> float:
         """Return the bytes per element of a frozen weight. Without an adapter it is stored like the trained ones."""
         if self._is_quantized and parameter in self._in_layers and parameter.dim() > 1:
-            return (0.5 if self._config.value("load_in_4bit") else 1.0) + MASTER_BYTES / 64  # a scale per 64 weights
+            return 0.5 + MASTER_BYTES / 64  # a scale per 64 weights
         return self._itemsize if self._has_adapter else MASTER_BYTES
 
     def _moments(self, parameter: nn.Parameter) -> tuple[float, ...]:
@@ -266,7 +262,7 @@ def _rounded(sizes: Iterable[float]) -> int:
     return sum(1 << (math.ceil(size) - 1).bit_length() for size in sizes if size)
 
 
-def _largest_shard(parameter: nn.Parameter, num_shards: int, *, parts: int = 1) -> int:
+def _largest_shard(parameter: nn.Parameter, num_shards: int, *, parts: int) -> int:
     """Return the number of elements of the largest shard of `parameter`, first split into `parts` along dim 0."""
     if not parameter.dim():
         return parameter.numel()

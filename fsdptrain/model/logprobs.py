@@ -79,13 +79,7 @@ class _Options:
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: _Options,
-        keeps: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: _Options, keeps: bool
     ) -> tuple[Tensor, Tensor]:
         num_tokens, transform = hidden.shape[0], options.transform
         logprobs = hidden.new_empty(num_tokens, dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -38,19 +38,9 @@ if TYPE_CHECKING:
 # error of logits of magnitude 30. A leak between sequences or a missing scale changes logprobs by far more.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
-# Errors that a model may raise when it is called in a way that it was not written for.
-MODEL_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ImportError,
-    AssertionError,
-    NumericsError,
-)
-
 _BUGS = (TypeError, AttributeError, LookupError, AssertionError)  # of this package, if its code raises them
+# Errors that a model may raise when it is called in a way that it was not written for.
+MODEL_ERRORS = (*_BUGS, RuntimeError, ValueError, ImportError, NumericsError)
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 # Config keys for scales applied to the logits. `check_head` verifies them at startup.

@@ -53,8 +53,6 @@ class MoEFeature(Feature):
         choice = expert_choice(model.config)
         return None if choice is None else partial(EngineRoutes, RouterReplay(model, choice))
 
-    # The forward pass
-
     def transform_model(self, model: PreTrainedModel, meshes: Meshes | None = None) -> None:
         """Wrap the routers. Runs after gradient checkpointing is enabled and before sharding."""
         choice = expert_choice(model.config)
@@ -77,8 +75,6 @@ class MoEFeature(Feature):
         assert self._replay is not None
         routes = rows.gather(self._replay.routes.int())  # gloo does not support int16
         return {_ROUTES: rows.to_pack(routes, rows.tokens).to(torch.int16)}
-
-    # The optimizer step
 
     def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch]) -> Metrics:
         """Count the choices of the whole step. Collective."""

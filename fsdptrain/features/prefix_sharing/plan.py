@@ -40,10 +40,7 @@ def plan_shared(
     if not families:
         return plan_packs(lengths, **limits)
     samples = _Samples(
-        lengths,
-        prompts,
-        costs=sequence_costs(lengths),
-        prompt_costs=sequence_costs([length for _, length in prompts]),
+        lengths, prompts, costs=sequence_costs(lengths), prompt_costs=sequence_costs([length for _, length in prompts])
     )
     alone = [[i] for i in sorted(set(range(len(lengths))).difference(*families))]
     ideal = math.fsum(map(samples.cost, [*families, *alone])) / num_ranks

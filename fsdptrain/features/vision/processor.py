@@ -16,15 +16,14 @@ from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.vision.tower import generation_inputs
+from fsdptrain.features.vision.tower import TYPES, generation_inputs
 from fsdptrain.model.loading.materialize import quiet_transformers
 from fsdptrain.types import Images, Segment
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_TYPES = ("mm_token_type_ids", "token_type_ids")
-_NOT_FOR_THE_TOWER = {"input_ids", "attention_mask", *_TYPES}
+_NOT_FOR_THE_TOWER = {"input_ids", "attention_mask", *TYPES}
 _PROBE_SIZES = ((84, 56), (56, 112), (84, 56))  # [pixels]; the last has the size of the first
 _BLANK_SIZE = (32, 32)
 
@@ -67,7 +66,7 @@ class ImageProcessor:
         )
         if not images:
             return Segment(made["input_ids"][0].tolist())
-        types = next(made[name] for name in _TYPES if name in made)[0].to(torch.int64)
+        types = next(made[name] for name in TYPES if name in made)[0].to(torch.int64)
         inputs: dict[str, Tensor] = {k: v for k, v in made.items() if k not in _NOT_FOR_THE_TOWER}
         return Segment(made["input_ids"][0].tolist(), Images(inputs, types))
 

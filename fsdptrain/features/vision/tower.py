@@ -27,7 +27,7 @@ from fsdptrain.model.rows import PackedRows, PaddedRows
 from fsdptrain.model.structure import base_model, vision_parameters
 from fsdptrain.types import Images, PackedBatch, Prompt
 
-_TYPES = ("mm_token_type_ids", "token_type_ids")  # argument names of different models
+TYPES = ("mm_token_type_ids", "token_type_ids")  # argument names of different models
 _ENCODED = "mm_encoder_outputs"  # the argument for the output of `get_image_features`
 _MROPE = "get_rope_index"
 
@@ -64,7 +64,7 @@ class Vision:
             return {}
         self._types = rows.scatter(images.token_types, fill=0).view(rows.shape)
         arguments: dict[str, Any] = {_ENCODED: {"image": encoded}}
-        arguments |= {name: self._types for name in _TYPES if name in self._takes}
+        arguments |= {name: self._types for name in TYPES if name in self._takes}
         if isinstance(rows, PackedRows):
             positions = rope_positions(self._base, batch, images)
             if positions is not None:  # transformers reads the first of four as the text position
@@ -95,7 +95,7 @@ def generation_inputs(
     types[mask.bool()] = images.token_types.to(ids.device)
     takes = inspect.signature(base.forward).parameters
     found = {name: x.to(ids.device) for name, x in images.inputs.items()}
-    found |= {name: types for name in _TYPES if name in takes}
+    found |= {name: types for name in TYPES if name in takes}
     three = prompt_positions(base, ids, mask, images, types)
     if three is not None:
         found["position_ids"] = torch.cat([positions[None], three.to(ids.device)])

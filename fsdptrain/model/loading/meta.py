@@ -90,11 +90,7 @@ def _names_vision(config: PreTrainedConfig) -> bool:
 
 
 def load_weights(
-    model: PreTrainedModel,
-    path: Path,
-    *,
-    cpu_offload: bool = False,
-    dtype: torch.dtype = torch.float32,
+    model: PreTrainedModel, path: Path, *, cpu_offload: bool = False, dtype: torch.dtype = torch.float32
 ) -> None:
     """Fill the meta `model`, sharded or not, from the safetensors files of `path`, then verify it.
 

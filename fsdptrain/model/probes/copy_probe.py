@@ -25,10 +25,7 @@ def probe_random_copy(config: PreTrainedConfig, *, trust_remote_code: bool = Fal
 
 def _probe_copy(model: PreTrainedModel) -> LayoutProbe:
     install_policy_forward(model, chunk_size=SHORT)
-    options: dict[str, Any] = {
-        "vocab_size": model.config.get_text_config().vocab_size,
-        "device": torch.device("cpu"),
-    }
+    options: dict[str, Any] = {"vocab_size": model.config.get_text_config().vocab_size, "device": torch.device("cpu")}
     set_attention(model, REFERENCE)
     check_head(model, layout="padded", compute_dtype=torch.float32, **options)
     set_attention(model, resolve_attention("auto", "cpu"))

@@ -25,14 +25,7 @@ from fsdptrain.distributed import one_line
 from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import NumericsError
 from fsdptrain.model.attention.attention import register_attention, set_attention
-from fsdptrain.model.policy import (
-    MODEL_ERRORS,
-    TOLERANCES,
-    evaluating,
-    logprobs_or_refusal,
-    over_ranks,
-    plain_batch,
-)
+from fsdptrain.model.policy import MODEL_ERRORS, TOLERANCES, evaluating, logprobs_or_refusal, over_ranks, plain_batch
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import stock_class
 from fsdptrain.types import Images, Segment

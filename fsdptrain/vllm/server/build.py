@@ -34,18 +34,8 @@ _FILE_BYTES = 512 * 2**20  # of weights in one file
 _START_SHARE = 0.8  # of --dist-timeout, after which the other ranks wait no longer
 API_KEY = "ROLLOUT_API_KEY"  # environment variable, for servers that run already
 _RESERVED = frozenset(
-    {
-        "model",
-        "host",
-        "port",
-        "api_key",
-        "hf_token",
-        "dtype",
-        "load_format",
-        "logprobs_mode",
-        "enable_lora",
-        "scheduling_policy",
-    }
+    {"model", "host", "port", "api_key", "hf_token", "dtype", "load_format", "logprobs_mode", "enable_lora"}
+    | {"scheduling_policy"}
     | {*_REQUIRED, *PLUGIN, *MIDDLEWARE}
 )
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")

@@ -36,9 +36,8 @@ async def require_fitting(client: VLLMClient, config: Config) -> None:
     if is_local(client.host):
         return
     try:
-        await VLLMClient(client.url).get(
-            "/is_paused", timeout=_DESCRIBE_S
-        )  # vLLM's key protects its public routes only
+        # vLLM's key protects its public routes only
+        await VLLMClient(client.url).get("/is_paused", timeout=_DESCRIBE_S)
     except RolloutError:
         return
     raise ConfigError(

@@ -71,18 +71,12 @@ class VLLMClient:
         return await self._request("POST", path, body, timeout)
 
     async def generate(self, body: Mapping[str, Any], *, timeout: float) -> Generation:
-        what = "POST /inference/v1/generate"
-        answer = await self._request(
-            "POST",
-            "/inference/v1/generate",
-            body,
-            timeout,
-            "; raise --rollout-timeout, or generate fewer tokens at once",
-        )
+        path, hint = "/inference/v1/generate", "; raise --rollout-timeout, or generate fewer tokens at once"
+        answer = await self._request("POST", path, body, timeout, hint)
         try:
             generation = _generation(answer)
         except (LookupError, AttributeError, TypeError, ValueError) as error:
-            raise RolloutError(f"{self.url} answered {what} without {error!r}: {_shown(answer)}") from None
+            raise RolloutError(f"{self.url} answered POST {path} without {error!r}: {_shown(answer)}") from None
         if generation.finish_reason not in ("stop", "length"):
             raise RolloutError(f"{self.url} ended a completion with {generation.finish_reason!r}")
         return generation

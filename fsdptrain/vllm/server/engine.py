@@ -92,7 +92,7 @@ class VLLMServerEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Return `num_samples` completions per prompt, in the order of the prompts. Each request has another seed."""
         options = {"priority": -1} if self._keeps_requests else {}
-        return self._generate(self._version(), prompts, sampling, **options)
+        return self._loop.run(self._generate_all(prompts, sampling, self._version(), options))
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Like `generate`, from any thread. A weight sync pauses the requests; they keep their tokens and continue."""
@@ -101,7 +101,7 @@ class VLLMServerEngine:
             if self._is_closed:
                 raise RolloutError("the engine is closed")
             version = self._version()
-        return self._generate(version, prompts, sampling)
+        return self._loop.run(self._generate_all(prompts, sampling, version, {}))
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> dict[str, dict[str, int]]:
         """Return checksums by URL. Ranks share the servers: each reads some of them."""
@@ -183,11 +183,6 @@ class VLLMServerEngine:
             with self._changed:
                 self._is_syncing = False
                 self._changed.notify_all()
-
-    def _generate(
-        self, version: int, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
-    ) -> list[Completion]:
-        return self._loop.run(self._generate_all(prompts, sampling, version, options))
 
     async def _generate_all(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, options: dict[str, Any]

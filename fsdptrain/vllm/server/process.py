@@ -25,10 +25,7 @@ _HEALTH_S = 5.0
 _POLL_S = 0.3
 PLUGIN: Mapping[str, Any] = {"worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension"}
 MIDDLEWARE: Mapping[str, Any] = {"middleware": "fsdptrain.vllm.worker.auth.ApiKeyMiddleware"}
-_ENVIRONMENT = {
-    **ENVIRONMENT,
-    "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight transfer
-}
+_ENVIRONMENT = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}  # the routes of weight transfer
 # On a CPU vLLM would bind the workers of all servers to the same first cores. [vLLM 0.32]
 _DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _REMOVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}

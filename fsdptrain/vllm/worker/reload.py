@@ -14,12 +14,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
     get_layerwise_info,
 )
 
-from fsdptrain.vllm.worker.cpu_quirks import (
-    forget_kernels,
-    repack,
-    request_amx,
-    tied_heads,
-)
+from fsdptrain.vllm.worker.cpu_quirks import forget_kernels, repack, request_amx, tied_heads
 from fsdptrain.vllm.worker.readback import missing_experts
 
 _MAX_SHOWN = 5  # names in an error
