@@ -133,7 +133,7 @@ class VLLMEngine:
         self._require_weights()
         with self._limit.around(_GENERATE, checked=True):
             if self._ranks is not None:
-                return _generate_for_all_ranks(self._ranks, self._generate, prompts, sampling)
+                return self._generate_for_all_ranks(self._ranks, prompts, sampling)
             return self._generate(prompts, sampling)
 
     def submit(self, prompt: Prompt, sampling: SamplingParams) -> list[Future[Completion]]:
@@ -166,6 +166,17 @@ class VLLMEngine:
         for request in requests:
             self._requests.add(request)
         return requests
+
+    def _generate_for_all_ranks(
+        self, ranks: dist.ProcessGroup, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[Completion]:
+        """Completions of this rank's `prompts`, from an engine that all `ranks` call with all prompts. Collective."""
+        shares: list[list[Prompt]] = [[]] * dist.get_world_size(ranks)
+        plain = [replace(prompt, text="", label=None, metadata={}, images=None) for prompt in prompts]
+        dist.all_gather_object(shares, plain, group=ranks)
+        made = self._generate([prompt for share in shares for prompt in share], sampling)
+        begin = sum(len(share) for share in shares[: dist.get_rank(ranks)])
+        return made[begin * sampling.num_samples : (begin + len(prompts)) * sampling.num_samples]
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         requests = self._submit(prompts, sampling, priority=-1 if self._prioritizes else 0)
@@ -239,21 +250,6 @@ class VLLMEngine:
             routes=routes,
             versions=versions if versions[0] != versions[-1] else None,
         )
-
-
-def _generate_for_all_ranks(
-    ranks: dist.ProcessGroup,
-    generate: Callable[[Sequence[Prompt], SamplingParams], list[Completion]],
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-) -> list[Completion]:
-    """Completions of this rank's `prompts`, from an engine that all `ranks` call with all their prompts. Collective."""
-    shares: list[list[Prompt]] = [[]] * dist.get_world_size(ranks)
-    plain = [replace(prompt, text="", label=None, metadata={}, images=None) for prompt in prompts]
-    dist.all_gather_object(shares, plain, group=ranks)
-    made = generate([prompt for share in shares for prompt in share], sampling)
-    begin = sum(len(share) for share in shares[: dist.get_rank(ranks)])
-    return made[begin * sampling.num_samples : (begin + len(prompts)) * sampling.num_samples]
 
 
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdptrain.errors import RolloutError
@@ -12,22 +13,15 @@ from fsdptrain.types import Completion
 WAIT_S = 0.01  # for a request, before the condition of the caller is checked again
 
 
+@dataclass(eq=False)
 class Request:
     """One completion of one prompt."""
 
-    def __init__(
-        self, token_ids: list[int], params: Any, read: Callable[[Any], Completion], *, priority: int = 0
-    ) -> None:
-        """
-        params: vLLM's sampling parameters
-        read: makes the completion of vLLM's output
-        priority: the lowest is generated first; 0 unless the engine schedules by priority
-        """
-        self.token_ids = token_ids
-        self.params = params
-        self.read = read
-        self.priority = priority
-        self.future: Future[Completion] = Future()
+    token_ids: list[int]
+    params: Any  # vLLM's sampling parameters
+    read: Callable[[Any], Completion]  # makes the completion of vLLM's output
+    priority: int = 0  # the lowest is generated first; 0 unless the engine schedules by priority
+    future: Future[Completion] = field(default_factory=Future)
 
     def answer(self, output: Any) -> None:
         if not self.future.set_running_or_notify_cancel():
