@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 Values = Mapping[str, Any]  # a row of a table, by column
 _KNOWN = "messages; prompt with completion or label; text"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by the template
+_ROLES = ("system", "user", "assistant", "tool")
 _WEIGHTS = ("weight", "train", "training", "loss")
 WITH_TOOLS = "use the template of a model with tools"
 _IN_CONTENT = "write it into content, in <think></think>, or remove it"
@@ -152,7 +153,7 @@ def _text(values: Values, column: str) -> tuple[str, Text]:
 def as_message(message: Mapping[str, Any], *, parts: bool = False) -> Message:
     """Return a message as chat templates expect it. parts: content that is a list stays one, for images."""
     role, calls = message.get("role"), message.get("tool_calls") or []
-    if not isinstance(role, str):
+    if not isinstance(role, str) or (role not in _ROLES and role.lower() in _ROLES):
         raise UnusableRowError("unknown role", f"a message has the role {role!r}")
     if not isinstance(calls, list):
         raise UnusableRowError("tool calls", f"tool_calls holds {calls!r:.60}, not a list")

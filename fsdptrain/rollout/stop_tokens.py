@@ -71,7 +71,7 @@ def _of_generation_config(checkpoint: Path) -> tuple[int, ...]:
             _tell(_UNREAD, ", ".join(idle))
     except Exception as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: {name} cannot be read: {one_line(error)}") from error
-    if not all(type(token) is int for token in ids):
+    if not all(type(token) is int and token >= 0 for token in ids):
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: eos_token_id of {name} must be token ids, got {ids}")
     return ids
 

@@ -90,6 +90,7 @@ def test_an_unknown_form_is_one_line(values, sft, data, message) -> None:
         ({"messages": []}, "no messages"),
         ({"messages": ["hi"]}, "no messages"),
         ({"messages": [{"content": "hi"}]}, "unknown role"),
+        ({"messages": [{"role": "Assistant", "content": "hi"}]}, "unknown role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
         ({"messages": [{"role": "assistant", "value": "x"}]}, "no content"),
         ({"messages": [{"role": "assistant", "text": "x"}]}, "no content"),

@@ -126,7 +126,9 @@ def test_what_a_generation_config_says_without_effect_is_logged(tmp_path: Path, 
     assert "sampled without repetition_penalty of generation_config.json" in caplog.text
 
 
-@pytest.mark.parametrize("content", ["{]", "[1]", '{"eos_token_id": "end"}', '{"eos_token_id": [1, "end"]}'])
+@pytest.mark.parametrize(
+    "content", ["{]", "[1]", '{"eos_token_id": "end"}', '{"eos_token_id": [1, "end"]}', '{"eos_token_id": -1}']
+)
 def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: str):
     save_tiny_checkpoint(tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
