@@ -154,6 +154,7 @@ def test_a_run_is_exported_without_its_optimizer_and_without_torchao(tmp_path, m
     [trained] = spawn(1, save_a_step, str(checkpoint), str(tmp_path), values)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"hf_checkpoint": str(checkpoint), "bf16": False} | values))
     [step] = (tmp_path / "checkpoints").glob("step_*")
+    (step / "progress.json").write_text('{"step": 1}')
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, __name__, None)
     export_checkpoint(step, tmp_path / "hf")
@@ -162,6 +163,6 @@ def test_a_run_is_exported_without_its_optimizer_and_without_torchao(tmp_path, m
 
 
 def test_a_function_that_cannot_be_called_is_refused_by_name() -> None:
-    for name, reason in [(f"{__name__}:samples_", "samples_"), (f"{__name__}:adamw_of", "takes")]:
+    for name, reason in [(f"{__name__}:samples_", "samples_"), (f"{__name__}:adamw_of", "has the signature")]:
         with pytest.raises(ConfigError, match=f"--optimizer {name}.*{reason}"):
             find_optimizer(OptimConfig(optimizer=name))
