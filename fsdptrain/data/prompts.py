@@ -125,7 +125,7 @@ class PromptStream:
                 "when the checkpoint was written: resume with the same data and --eval-size, or use --resume never"
             )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
-        self.num_too_long, self.num_held_out = state["num_too_long"], state["num_held_out"]
+        self.num_too_long, self.num_held_out = state["num_too_long"], state.get("num_held_out", 0)
         self._order = self._make_order()
         self._num_unusable, self._has_given = [0, 0], True
         self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
