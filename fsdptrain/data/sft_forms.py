@@ -154,7 +154,7 @@ def as_message(message: Mapping[str, Any], *, parts: bool = False) -> Message:
     """Return a message as chat templates expect it. parts: content that is a list stays one, for images."""
     role, calls = message.get("role"), message.get("tool_calls") or []
     if not isinstance(role, str) or (role not in _ROLES and role.lower() in _ROLES):
-        raise UnusableRowError("unknown role", f"a message has the role {role!r}")
+        raise UnusableRowError("unknown role", f"a message has the role {role!r}: roles are text in lower case")
     if not isinstance(calls, list):
         raise UnusableRowError("tool calls", f"tool_calls holds {calls!r:.60}, not a list")
     if message.get("function_call"):

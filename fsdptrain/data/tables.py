@@ -239,7 +239,10 @@ def load_table(name: str, options: dict[str, Any], *, flag: str) -> "Table | dat
         files = [file for file in path.rglob("*") if file.suffix in FILE_FORMATS] if path.is_dir() else []
         if len(forms := {FILE_FORMATS[file.suffix] for file in files}) > 1:
             log.warning("%s %s has files of %s: `datasets` reads those of one form", flag, path, " and ".join(forms))
-        text = _as_text(files[0]) if forms == {"csv"} else {}
+        texts = [_as_text(file) for file in files] if forms == {"csv"} else [{}]
+        if other := next((file for file, text in zip(files, texts, strict=False) if text != texts[0]), None):
+            raise DataError(f"{flag} {name}: {files[0].name} and {other.name} differ in their columns: make them equal")
+        text = texts[0]
         return datasets.load_dataset(name, **options, **text)
 
 

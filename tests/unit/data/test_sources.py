@@ -163,6 +163,13 @@ def test_data_that_cannot_be_read_is_one_line(name, content, message, tmp_path, 
     assert "\n" not in str(error.value)
 
 
+def test_csv_files_of_a_folder_that_differ_in_columns_are_refused(tmp_path: Path) -> None:
+    for name, columns in (("a", "prompt,label"), ("b", "prompt")):
+        (tmp_path / f"{name}.csv").write_text(f"{columns}\n{columns}\n")
+    with pytest.raises(DataError, match=r"(a|b)\.csv and (a|b)\.csv differ in their columns"):
+        load_rows(DataConfig(prompt_data=str(tmp_path)), seed=0)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_labels_of_several_types_are_what_the_file_says(tmp_path: Path, suffix: str) -> None:
     labels = ["007", 7, "1.50", "true", "null", None, "[1, 2]", "1e3", 3, 3.5, 2**63 + 1, "2024-05-06", {"a": 1}]
