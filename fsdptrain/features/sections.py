@@ -237,7 +237,6 @@ class DistillationConfig(Section):
     teacher: Annotated[
         str | None,
         TUNING,
-    WHOLE_VOCABULARY,
         Excludes("image_key", fix="the teacher gets no images: leave one of them out"),
         Excludes("@is_truncated", reason="with truncated sampling, whose renormalized logprobs no teacher has: set "
                  "--rollout-top-p 1, --rollout-top-k and --rollout-min-p off"),

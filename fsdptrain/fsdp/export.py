@@ -30,10 +30,12 @@ log = logging.getLogger(__name__)
 
 _COPIED = (  # what a tokenizer or processor reads, and licenses; anything else in the folder may be private
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("*vocab*.json", "*vocab*.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
-    *("*processor_config.json", "generation_config.json", "LICENSE*", "NOTICE*"),
+    *("*vocab*.json", "*vocab*.txt", "merges.txt", "*.model", "*.tiktoken", "emoji.json"),
+    *("*processor_config.json", "generation_config.json", "*.jinja", "chat_template.json", "LICENSE*", "NOTICE*"),
 )
-_FOLDER = re.compile(rb'("\w*_(?:path|file|dir)": *")(?:[^"\\]|\\.)*(?:\\?/|\\\\)')  # of a value that names a file
+_FOLDER = re.compile(  # of `_name_or_path`, and of absolute paths under other keys, which may be names of the Hub
+    rb'("_name_or_path": *"|"\w*_(?:path|file|dir)": *"(?=[/~\\]|[A-Za-z]:))(?:[^"\\]|\\.)*(?:\\?/|\\\\)'
+)
 Stream = Callable[..., Iterator[tuple[str, Tensor]]]  # takes dtype=
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -211,7 +213,10 @@ def _code(source: Path) -> set[Path]:
     """Return the Python files that configs of a checkpoint name, and those that they import."""
     configs = b"".join(path.read_bytes() for path in source.glob("*config.json"))
     named = [path for path in source.glob("*.py") if f'"{path.stem}.'.encode() in configs]  # in `auto_map`
-    return {*named, *(Path(file) for path in named for file in get_relative_import_files(path))}
+    try:
+        return {*named, *(Path(file) for path in named for file in get_relative_import_files(path))}
+    except OSError:  # it imports from a folder, or a file that is not there
+        return set(source.glob("*.py"))
 
 
 def _without_folders(content: bytes) -> bytes:

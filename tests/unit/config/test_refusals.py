@@ -110,6 +110,7 @@ COMPUTED = """
 --opd-teacher y --algorithm gspo | --opd-loss token; --loss gspo | --opd-loss jsd
 --opd-teacher y --tensor-parallel-size 2 | --opd-teacher; --tensor-parallel-size | --opd-teacher http://127.0.0.1:8000
 --opd-teacher http://127.0.0.1:8000 --rollout-temperature 0.7 | --opd-teacher; --rollout-temperature 0.7 | --rollout-temperature 1.0
+--opd-teacher y --rollout-top-p 0.9 | --opd-teacher; no teacher has; --rollout-top-p 1 | --rollout-top-p 1.0
 --opd-teacher y --opd-loss jsd --epochs-per-rollout 2 | --opd-loss jsd; --epochs-per-rollout 2 | --epochs-per-rollout 1
 --hf-checkpoint '' | --hf-checkpoint; Qwen/Qwen3-4B | --hf-checkpoint x
 --fp16 --bf16 | --fp16; --no-bf16 | --no-bf16

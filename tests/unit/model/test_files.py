@@ -137,7 +137,12 @@ def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: 
     assert "\n" not in str(caught.value)
 
 
-PATHS = {"_name_or_path": "/secret/a", "vocab_file": "C:\\secret\\a", "of": [{"x_dir": 'secret"/a'}], "t": "</s>"}
+PATHS = {
+    "_name_or_path": "/secret/a",
+    "vocab_file": "C:\\secret\\a",
+    "of": [{"x_dir": '/secret"/a'}],
+    "t_file": "a/hub",
+}
 SHOWN = PATHS | {"_name_or_path": "a", "vocab_file": "a", "of": [{"x_dir": "a"}]}
 
 
