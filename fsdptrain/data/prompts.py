@@ -208,7 +208,7 @@ def make_prompt(
         else:
             token_ids = plain_tokens(_plain_text(row, system_prompt_of(data)), tokenizer)
     except DataError as error:
-        named = str(error) if row.id in str(error) else f"row {row.id}: {error}"
+        named = str(error) if f"row {row.id}" in str(error) else f"row {row.id}: {error}"
         raise DataError(named) from error
     if not token_ids:
         raise DataError(f"--input-key {data.input_key}: row {row.id} is an empty prompt")

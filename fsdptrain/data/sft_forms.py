@@ -180,7 +180,8 @@ def not_shown(
 
     results = {index for index, m in enumerate(messages) if m["role"] == "tool" and isinstance(m["content"], str)}
     marks = {index: f"result{index}of{len(text)}" for index in results}
-    found = other([{**m, "content": m["content"] + marks[i]} if i in marks else m for i, m in enumerate(messages)])
+    marked = [{**m, "content": m["content"] + marks[i]} if i in marks else m for i, m in enumerate(messages)]
+    found = other(marked) if marks else None
     if found is not None and not all(mark in found for mark in marks.values()):
         yield UnusableRowError("tools", "the chat template does not show messages of the role tool")
     for name in ("tool_calls", "tools", *THOUGHTS):
