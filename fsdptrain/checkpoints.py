@@ -1,6 +1,7 @@
 """The checkpoints in the folder of a run, found by name. No torch: commands look for them before they import it."""
 
 import re
+import shutil
 from pathlib import Path
 
 from fsdptrain.errors import CheckpointError
@@ -27,3 +28,10 @@ def check_resume(resume: str) -> None:
     """Raise CheckpointError if --resume names no folder."""
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise CheckpointError(f"--resume {resume} is not there: it is auto, never, or a folder checkpoints/step_*")
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint, so that no run resumes from it. The next one that is written deletes it."""
+    target = checkpoint.with_name(f".old-{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    return checkpoint.rename(target)

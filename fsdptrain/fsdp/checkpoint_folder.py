@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import list_checkpoints
+from fsdptrain.checkpoints import list_checkpoints, set_aside
 from fsdptrain.distributed import any_rank, one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 
@@ -107,7 +107,7 @@ class CheckpointFolder:
 
     def _prepare(self, temporary: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        for leftover in [*self.directory.glob(".tmp-*"), *self.directory.glob(".old-*")]:
+        for leftover in self.directory.glob(".tmp-*"):
             shutil.rmtree(leftover)
         temporary.mkdir()
 
@@ -117,11 +117,11 @@ class CheckpointFolder:
         paths = list_checkpoints(self.directory.parent)
         before, stale = [x for x in paths if x.name < final.name], [x for x in paths if x.name >= final.name]
         # Rename all before deleting any: a kill must leave no partial or stale folder under a valid name.
-        doomed = [path.rename(path.with_name(f".old-{path.name}")) for path in stale]
+        doomed = {*self.directory.glob(".old-*"), *map(set_aside, stale)}
         temporary.rename(final)
         _sync(self.directory)
         old = before[: len(before) + 1 - self._keep_last]
-        doomed += [path.rename(path.with_name(f".old-{path.name}")) for path in old]
+        doomed |= {set_aside(path) for path in old}
         for path in doomed:
             shutil.rmtree(path)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, list_checkpoints, newest_checkpoint
+from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, list_checkpoints, newest_checkpoint, set_aside
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -43,7 +43,7 @@ class RunFolder:
                 later = [path for path in list_checkpoints(self.path) if int(path.name.removeprefix("step_")) > step]
                 for path in later if config.run.num_rollout else ():  # else an evaluation
                     log.warning("%s is set aside: the run goes on from step %d", path, step)
-                    path.rename(path.with_name(f".old-{path.name}"))
+                    set_aside(path)
 
 
 def open_folder(config: Config) -> RunFolder:

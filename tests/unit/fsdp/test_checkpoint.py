@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdptrain import platform
-from fsdptrain.checkpoints import newest_checkpoint
+from fsdptrain.checkpoints import newest_checkpoint, set_aside
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp import checkpoint, checkpoint_folder, shard_files
 from fsdptrain.fsdp.checkpoint_folder import MANIFEST, CheckpointFolder
@@ -54,10 +54,18 @@ def test_an_error_of_the_disk_at_any_stage_names_the_option(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(CheckpointFolder if name == "_prepare" else checkpoint_folder, name, full)
-    with pytest.raises(CheckpointError, match=r"--output-dir: cannot write checkpoint .*step_00000003.* No space left"):
-        CheckpointFolder(tmp_path, keep_last=1).write(3, save)
+    later = tmp_path / "checkpoints" / "step_00000005"
+    later.mkdir(parents=True)
+    aside = set_aside(later)
+    with monkeypatch.context() as broken:
+        broken.setattr(CheckpointFolder if name == "_prepare" else checkpoint_folder, name, full)
+        words = r"--output-dir: cannot write checkpoint .*step_00000003.* No space left"
+        with pytest.raises(CheckpointError, match=words):
+            CheckpointFolder(tmp_path, keep_last=1).write(3, save)
     assert newest_checkpoint(tmp_path) is None
+    assert aside.exists()  # until another one is written
+    CheckpointFolder(tmp_path, keep_last=1).write(3, save)
+    assert not aside.exists()
 
 
 @pytest.mark.parametrize(
