@@ -43,6 +43,8 @@ def encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Ma
     try:
         return tokenizer(text, add_special_tokens=False, **options)
     except (TypeError, UnicodeError) as error:
+        if not any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise
         raise DataError("a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character") from error
 
 
