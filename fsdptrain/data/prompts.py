@@ -1,12 +1,11 @@
 """Tokenized prompts from rows, and an infinite, seeded, resumable stream of them."""
 
 import hashlib
-import logging
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +21,6 @@ from fsdptrain.types import Images, Message, Prompt
 
 if TYPE_CHECKING:
     from fsdptrain.data.images import PromptProcessor
-
-log = logging.getLogger(__name__)
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -269,7 +266,7 @@ def _render_row(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
     def render(messages: list[Message]) -> str:
         options = {"generation": not prefilled, "continue_final_message": prefilled}
         text = render_chat(messages, tokenizer, data, **options)
-        content: Any = messages[-1]["content"]
+        content: Any = messages[-1].get("content") or ""
         start = content if isinstance(content, str) else content[-1].get("text", "")
         if prefilled and not text.endswith(start):
             raise DataError(
@@ -280,21 +277,16 @@ def _render_row(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
 
     try:
         messages, text = render_with_system(messages, system_prompt_of(data), render)
-        if any(message["role"] == "tool" or message.keys() > {"role", "content"} for message in messages):
-            from fsdptrain.data.sft_forms import not_shown
+        if any(message["role"] == "tool" or message.keys() - {"role", "content"} for message in messages):
+            from fsdptrain.data.sft_forms import not_shown, warn_once
 
             for error in not_shown(messages, text, render):
                 if error.kind == "tools":
                     raise error
-                _warn(str(error))
+                warn_once(f"prompts: {error}")
         return text
     except DataError as error:
         raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {error}") from error
-
-
-@cache
-def _warn(line: str) -> None:
-    log.warning("prompts: %s", line)
 
 
 def render_with_system(
@@ -312,7 +304,7 @@ def render_with_system(
         if system_prompt in text:
             return found, text
     first, *rest = messages
-    words, content = f"{system_prompt}\n\n", first["content"]
+    words, content = f"{system_prompt}\n\n", first.get("content") or ""
     shown = [{"type": "text", "text": words}, *content] if isinstance(content, list) else words + content
     return render_calls([{**first, "content": shown}, *rest], render)
 

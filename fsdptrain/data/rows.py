@@ -31,7 +31,7 @@ class Rows(Protocol):
 def content_hash(row: Row) -> str:
     """Hash the prompt and images of a row, ignoring id, label and form (a string equals one user message)."""
     messages = as_messages(row.prompt)
-    content = [[m["role"], m["content"].strip() if isinstance(m["content"], str) else m["content"]] for m in messages]
+    content = [[m["role"], c.strip() if isinstance(c := m.get("content"), str) else c] for m in messages]
     content += [m["tool_calls"] for m in messages if m.get("tool_calls")]
     if row.images:
         from fsdptrain.data.images import content_of

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fsdptrain.config import DataConfig
@@ -21,7 +22,11 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, 
 _ROLES = ("system", "user", "assistant", "tool")
 _WEIGHTS = ("weight", "train", "training", "loss")
 WITH_TOOLS = "use the template of a model with tools"
-_IN_CONTENT = "write it into content, in <think></think>, or remove it"
+_OMITTED = {  # key of a message -> kind of the error, and the fix
+    **dict.fromkeys(("tool_calls", "tools"), ("tools", WITH_TOOLS)),
+    **dict.fromkeys(THOUGHTS, ("reasoning", "write it into content, in <think></think>, or remove it")),
+}
+_NOT_RENDERED = {"role", "content", "tool_call_id", *_WEIGHTS}  # keys of messages
 _CONVERTED = {"conversations": "ShareGPT", "instruction": "Alpaca"}  # column -> form that users convert
 
 
@@ -170,7 +175,10 @@ def as_message(message: Mapping[str, Any], *, parts: bool = False) -> Message:
 def not_shown(
     messages: Sequence[Message], text: str, render: Callable[[list[Message]], str]
 ) -> Iterator[UnusableRowError]:
-    """Yield an error for each kind of tool results, tool calls and thoughts that the template omits from `text`."""
+    """Yield an error for each kind of tool results and each key of messages that the template omits from `text`.
+
+    Its kind is `tools`, `reasoning`, or `ignored` for other keys, which are only named.
+    """
 
     def other(changed: list[Message]) -> str | None:
         try:
@@ -178,17 +186,23 @@ def not_shown(
         except DataError:  # the template refuses it, so it reads it
             return None
 
-    results = {index for index, m in enumerate(messages) if m["role"] == "tool" and isinstance(m["content"], str)}
+    results = {index for index, m in enumerate(messages) if m["role"] == "tool" and isinstance(m.get("content"), str)}
     marks = {index: f"result{index}of{len(text)}" for index in results}
     marked = [{**m, "content": m["content"] + marks[i]} if i in marks else m for i, m in enumerate(messages)]
     found = other(marked) if marks else None
     if found is not None and not all(mark in found for mark in marks.values()):
-        yield UnusableRowError("tools", "the chat template does not show messages of the role tool")
-    for name in ("tool_calls", "tools", *THOUGHTS):
+        yield UnusableRowError("tools", f"the chat template does not show messages of the role tool: {WITH_TOOLS}")
+    given = ((key, value) for m in messages for key, value in m.items() if key not in _NOT_RENDERED)
+    for name in dict.fromkeys(key for key, value in given if value not in (None, "", [])):
         silent: list[Message] = [{key: value for key, value in m.items() if key != name} for m in messages]
-        if silent != messages and other(silent) == text:
-            kind, fix = ("reasoning", _IN_CONTENT) if name in THOUGHTS else ("tools", WITH_TOOLS)
+        if other(silent) == text:
+            kind, fix = _OMITTED.get(name, ("ignored", "write it into content, or remove it"))
             yield UnusableRowError(kind, f"the chat template does not show {name}: {fix}")
+
+
+@cache
+def warn_once(line: str) -> None:
+    log.warning("%s", line)
 
 
 def _plain_content(content: Any) -> str:

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fsdptrain.config import DataConfig
 from fsdptrain.config.data import LossOn
 from fsdptrain.data.prompts import check_template, render_with_system, system_prompt_of
-from fsdptrain.data.sft_forms import WITH_TOOLS, Conversation, UnusableRowError, not_shown
+from fsdptrain.data.sft_forms import WITH_TOOLS, Conversation, UnusableRowError, not_shown, warn_once
 from fsdptrain.data.text import encoded, render_chat
 from fsdptrain.errors import ConfigError, DataError
 
@@ -60,10 +60,12 @@ class ConversationEncoder:
         return replace(conversation, messages=messages), text
 
     def _check_is_shown(self, conversation: Conversation, text: str) -> None:
-        """Raise UnusableRowError if the template omits tools, tool calls, tool results, reasoning or trained text."""
+        """Raise UnusableRowError if the template omits tools, tool calls or results, reasoning or trained text."""
         messages = conversation.messages
         for error in not_shown(messages, text, lambda messages: self._render(replace(conversation, messages=messages))):
-            raise error
+            if error.kind != "ignored":
+                raise error
+            warn_once(str(error))
         if conversation.tools and self._without_tools(conversation) == text:
             raise UnusableRowError("tools", f"the chat template does not show tools: {WITH_TOOLS}")
         said = [message["content"] for message in messages if message["role"] == "assistant"]

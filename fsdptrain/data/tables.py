@@ -76,6 +76,8 @@ def row_reader(
     sft: SftConfig | None = None,
 ) -> ReadRow:
     """Return the function that converts the rows of a table, whose first row is `first`. Checks the columns."""
+    if hidden := [column for column in ("functions", "documents") if column in first]:
+        log.warning("%s: no prompt shows the column %s: write it into the messages", where, " or ".join(hidden))
     if sft is not None and image_key is None:
         from fsdptrain.data.sft_forms import form_reader
 

@@ -104,6 +104,13 @@ def test_earlier_tool_calls_have_the_form_that_the_template_renders(arguments: A
         make_prompt(row, with_template(template.replace("m.tool_calls", "()")), data=DataConfig(prompt_data="x"))
 
 
+def test_a_message_without_content_is_empty() -> None:
+    tokenizer, chat = with_template(NO_SYSTEM_ROLE), [{"role": "user"}, {"role": "tool"}]
+    assert text_of(tokenizer, chat) == "[user][tool][model]"
+    assert text_of(tokenizer, chat, system_prompt="S") == "[user]S\n\n[tool][model]"
+    assert content_hash(Row("a", chat)) == content_hash(Row("b", chat))
+
+
 def test_a_missing_template_is_an_error_with_the_flag(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="--no-apply-chat-template"):
         stream(with_template(None))

@@ -9,7 +9,7 @@ from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.config.data import SftConfig
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.sft import SampleBuilder, untokenized
-from fsdptrain.data.sft_forms import UnusableRowError
+from fsdptrain.data.sft_forms import UnusableRowError, warn_once
 from fsdptrain.data.sft_masks import ConversationEncoder
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import DataError
@@ -140,7 +140,7 @@ MULTI_TURN = CHAT[1:]
         ({"messages": CALLS}, CHAT_TEMPLATE, "tools", "does not show tool_calls"),
         ({"messages": [CHAT[1], say("assistant", "1", reasoning="x")]}, CHAT_TEMPLATE, "reasoning", "show reasoning"),
         ({"messages": CHAT, "tools": [TOOL]}, CHAT_TEMPLATE, "tools", "does not show tools"),
-        ({"messages": CALLS}, WITH_TOOLS.replace("{{ m['content'] }}", ""), "tools", "messages of the role tool"),
+        ({"messages": CALLS}, WITH_TOOLS.replace("{{ m['content'] }}", ""), "tools", "role tool: use the template"),
         (
             {"messages": MULTI_TURN},
             THOUGHTS,
@@ -168,6 +168,17 @@ def test_a_row_without_an_exact_mask_is_an_error(values, template, kind, message
         sample_of(values, template)
     assert error.value.kind == kind
     assert "\n" not in str(error.value)
+
+
+def test_a_key_that_the_template_omits_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    chat = [{**CHAT[1], "name": "ann", "thinking": ""}, {**CHAT[2], "mask": 0, "weight": 1}]
+    for _ in range(2):
+        assert sample_of({"messages": chat}) == sample_of({"messages": CHAT[1:3]})
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == [
+        f"the chat template does not show {x}: write it into content, or remove it" for x in ("name", "mask")
+    ]
 
 
 @pytest.mark.parametrize("long", [50, 10])
