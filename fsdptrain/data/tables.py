@@ -256,10 +256,23 @@ def _load_json(path: Path, flag: str) -> Table:
     """
     with path.open("rb") as file:
         if file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
-            found = json.loads(path.read_text(encoding="utf-8-sig"))
+            found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_as_object)
             return JsonRows((json.dumps(row).encode() for row in found), path, flag)
         file.seek(0)
         return JsonRows(file, path, flag)
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a key that it has twice, of which json keeps the last one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        _refuse_twice([name for name, _ in pairs], "an object")
+    return found
+
+
+def _refuse_twice(names: Sequence[str], what: str) -> None:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{what} has {twice[0]!r} twice")
 
 
 class JsonRows:
@@ -271,7 +284,7 @@ class JsonRows:
         for number, line in enumerate(lines, 1):
             try:
                 text = line.removeprefix(BOM_UTF8).decode().strip()
-                row = json.loads(text) if text else None
+                row = json.loads(text, object_pairs_hook=_as_object) if text else None
             except (ValueError, RecursionError) as error:
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
                 raise DataError(f"{flag} {path}:{number} is not JSON: {reason}") from error
@@ -293,6 +306,8 @@ def _as_text(path: Path) -> dict[str, Any]:
     import datasets
     import pandas
 
+    head = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]
+    _refuse_twice([name for name in head if name], path.name)
     columns = pandas.read_csv(path, nrows=0).columns
     features = datasets.Features({str(column): datasets.Value("string") for column in columns})
     return {"keep_default_na": False, "index_col": False, "features": features}  # else more cells shift all columns

@@ -157,6 +157,9 @@ def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
         ("list.jsonl", '{"prompt": "a"}\n[1]\n', r"list.jsonl:2 holds \[1\], not an object"),
         ("broken.parquet", "foo", "cannot be read: "),
         ("wide.csv", "prompt,label\na,1,b\n", "cannot be read: Length of header"),
+        ("twice.csv", "prompt,label,prompt\na,1,b\n", "cannot be read: twice.csv has 'prompt' twice"),
+        ("twice.jsonl", '{"a": 1}\n{"a": 1, "a": 2}', "twice.jsonl:2 is not JSON: an object has 'a' twice"),
+        ("twice.json", '[{"a": {"y": 1, "y": 2}}]', "twice.json cannot be read: an object has 'y' twice"),
         ("nofolder/at_all", None, "cannot be read: "),
     ],
 )
