@@ -233,19 +233,20 @@ def load_table(name: str, options: dict[str, Any], *, flag: str) -> "Table | dat
             form = FILE_FORMATS[path.suffix]
             if form == "json":
                 return _load_json(path, flag)
-            text = _as_text(path) if form == "csv" else {}
-            return datasets.load_dataset(form, data_files=name, split="train", **text)
+            if form == "csv":
+                return _load_csv({"train": [name]}, "train")
+            return datasets.load_dataset(form, data_files=name, split="train")
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return _load_saved(path, options, flag)
         options = {"split": "train", **options}
         files = [file for file in path.rglob("*") if file.suffix in FILE_FORMATS] if path.is_dir() else []
         if len(forms := {FILE_FORMATS[file.suffix] for file in files}) > 1:
             log.warning("%s %s has files of %s: `datasets` reads those of one form", flag, path, " and ".join(forms))
-        texts = [_as_text(file) for file in files] if forms == {"csv"} else [{}]
-        if other := next((file for file, text in zip(files, texts, strict=False) if text != texts[0]), None):
-            raise DataError(f"{flag} {name}: {files[0].name} and {other.name} differ in their columns: make them equal")
-        text = texts[0]
-        return datasets.load_dataset(name, **options, **text)
+        if forms == {"csv"}:
+            split = str(options.pop("split"))
+            builder = datasets.load_dataset_builder(name, **options)
+            return _load_csv(builder.config.data_files or {}, split)
+        return datasets.load_dataset(name, **options)
 
 
 def _load_json(path: Path, flag: str) -> Table:
@@ -299,6 +300,19 @@ class JsonRows:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return {**self._columns, **json.loads(self._lines[index])}
+
+
+def _load_csv(files: Mapping[Any, Sequence[str]], split: str) -> "datasets.Dataset":
+    """Read the csv files of `split`, which may name several, as text. files: by split."""
+    import datasets
+
+    read = {str(name): list(paths) for name, paths in files.items() if re.search(rf"\b{name}\b", split)}
+    if not read:
+        raise ValueError(f"it has no split {split}, only {', '.join(map(str, files))}")
+    (first, text), *others = [(path, _as_text(Path(path))) for paths in read.values() for path in paths]
+    if other := next((path for path, found in others if found != text), None):
+        raise ValueError(f"{Path(first).name} and {Path(other).name} differ in their columns: make them equal")
+    return datasets.load_dataset("csv", data_files=read, split=split, **text)
 
 
 def _as_text(path: Path) -> dict[str, Any]:

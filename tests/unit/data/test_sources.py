@@ -174,11 +174,17 @@ def test_data_that_cannot_be_read_is_one_line(name, content, message, tmp_path, 
     assert "\n" not in str(error.value)
 
 
-def test_csv_files_of_a_folder_that_differ_in_columns_are_refused(tmp_path: Path) -> None:
-    for name, columns in (("a", "prompt,label"), ("b", "prompt")):
+def test_csv_files_of_a_split_that_differ_in_columns_are_refused(tmp_path: Path) -> None:
+    for name, columns in (("train-1", "prompt,label"), ("train-2", "prompt,label"), ("test", "prompt")):
         (tmp_path / f"{name}.csv").write_text(f"{columns}\n{columns}\n")
-    with pytest.raises(DataError, match=r"(a|b)\.csv and (a|b)\.csv differ in their columns"):
-        load_rows(DataConfig(prompt_data=str(tmp_path)), seed=0)
+    assert len(load_rows(config(tmp_path), seed=0)) == 2
+    assert load_rows(config(f"{tmp_path}?split=test[:1]", label_key=""), seed=0)[0].metadata == {"prompt": "prompt"}
+    for split, message in (
+        ("train+test", r"(train-1|test)\.csv differ in their columns"),
+        ("dev", "no split dev, only train, test"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_rows(config(f"{tmp_path}?split={split}"), seed=0)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
