@@ -7,7 +7,7 @@ import warnings
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -97,9 +97,10 @@ def row_reader(
 
 
 def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return the rows of an environment: mappings with prompt, optional label and other columns."""
-    label = "label" if any("label" in row for row in dataset[:1]) else ""
-    return as_rows(dataset, DataConfig(label_key=label), name="environment")
+    """Return the rows of an environment: mappings with prompt, other columns, and a label in any of them."""
+    rows = as_rows(dataset, DataConfig(label_key=""), name="environment")
+    read = partial(_read_columns, data=DataConfig(), image_key=None, folder=Path())
+    return replace(rows, read=read) if isinstance(rows, _TableRows) else rows
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fsdptrain.config.data import SftConfig
 from fsdptrain.data.held_out import split_rows
 from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
-from fsdptrain.data.tables import as_rows
+from fsdptrain.data.tables import as_rows, environment_rows
 from fsdptrain.errors import ConfigError, DataError
 from tests.testing import write_rows
 
@@ -106,6 +106,7 @@ def test_rows_of_python_objects() -> None:
         assert as_rows([{"prompt": given, "label": 1}], config("x"))[0].prompt == chat
     assert as_rows(mine, config("x")) is mine
     assert as_rows([{"prompt": "x"}], config("x", label_key=""))[0].label is None
+    assert [row.label for row in environment_rows([{"prompt": "x"}, {"prompt": "x", "label": 1}])] == [None, 1]
 
 
 def test_a_key_after_a_dot_names_a_value_in_a_column_of_mappings() -> None:
