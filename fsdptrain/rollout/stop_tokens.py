@@ -1,6 +1,7 @@
 """The token ids that end a response, the same for every engine."""
 
 import logging
+import math
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _IDLE = (  # of generation_config.json: they would change the distribution that 
     *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "repetition_penalty"),
     *("no_repeat_ngram_size", "forced_bos_token_id", "forced_eos_token_id", "stop_strings", "min_new_tokens"),
 )
+_NEUTRAL = {"repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 
 
 def stop_tokens(
@@ -30,8 +32,8 @@ def stop_tokens(
     With `data`, also the token with which its chat template ends turns of the model.
     Raises CheckpointError if generation_config.json is broken.
     """
-    ids = _of_generation_config(checkpoint)
-    ids = ids or _as_ids(vars(config.get_text_config(decoder=True)).get("eos_token_id"))  # custom code may have none
+    text = vars(config.get_text_config(decoder=True))  # of custom code: may lack either
+    ids = _of_generation_config(checkpoint, text.get("vocab_size") or math.inf) or _as_ids(text.get("eos_token_id"))
     chat = data is not None and data.apply_chat_template
     if (chat or not ids) and (checkpoint / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
@@ -60,19 +62,20 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None
     return next((token for token in ids if token in special), None)
 
 
-def _of_generation_config(checkpoint: Path) -> tuple[int, ...]:
+def _of_generation_config(checkpoint: Path, limit: float) -> tuple[int, ...]:
     name = "generation_config.json"
     if not (checkpoint / name).is_file():
         return ()
     try:
         found = GenerationConfig.from_pretrained(checkpoint)
         ids = _as_ids(found.eos_token_id)
-        if idle := [key for key in _IDLE if getattr(found, key, None) not in (None, 0, 1, [])]:
+        if idle := [key for key in _IDLE if getattr(found, key, None) not in (None, [], _NEUTRAL.get(key))]:
             _tell(_UNREAD, ", ".join(idle))
     except Exception as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: {name} cannot be read: {one_line(error)}") from error
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise CheckpointError(f"--hf-checkpoint {checkpoint}: eos_token_id of {name} must be token ids, got {ids}")
+    if not all(type(token) is int and 0 <= token < limit for token in ids):
+        line = f"eos_token_id of {name} must be token ids below {limit}, got {ids}"
+        raise CheckpointError(f"--hf-checkpoint {checkpoint}: {line}")
     return ids
 
 

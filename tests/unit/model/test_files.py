@@ -118,16 +118,24 @@ def test_a_config_that_transformers_refuses_is_one_line_with_the_checkpoint(tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_generation_config_says_without_effect_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ('"repetition_penalty": 1.05, "top_k": 20', "repetition_penalty"),
+        ('"forced_bos_token_id": 0, "min_new_tokens": 1', "forced_bos_token_id, min_new_tokens"),
+    ],
+)
+def test_what_a_generation_config_says_without_effect_is_logged(tmp_path: Path, values: str, named: str, caplog: Any):
     save_tiny_checkpoint(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "repetition_penalty": 1.05, "top_k": 20}')
+    neutral = '"eos_token_id": 1, "no_repeat_ngram_size": 0, "suppress_tokens": []'
+    (tmp_path / "generation_config.json").write_text(f"{{{neutral}, {values}}}")
     with caplog.at_level("INFO"):
         stop_tokens(tmp_path, model_config(tmp_path, trust_remote_code=False), trust_remote_code=False)
-    assert "sampled without repetition_penalty of generation_config.json" in caplog.text
+    assert f"sampled without {named} of generation_config.json" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "content", ["{]", "[1]", '{"eos_token_id": "end"}', '{"eos_token_id": [1, "end"]}', '{"eos_token_id": -1}']
+    "content", ["{]", "[1]", *(f'{{"eos_token_id": {x}}}' for x in ('"end"', '[1, "end"]', "-1", "[1, 999999]"))]
 )
 def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: str):
     save_tiny_checkpoint(tmp_path)
