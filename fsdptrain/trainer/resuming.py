@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,24 @@ _MAX_SHOWN = 3  # changed options in an error
 def choose_checkpoint(config: Config, folder: Path, newest: Path | None, *, restarted: bool) -> Path | None:
     """Return the checkpoint to resume from without --resume auto. A restart of torchrun takes the newest one.
 
-    If --resume names one of `folder`, later ones may be of the part that the run went back behind: then the newest
-    that is younger than config.yaml, which the start of the run wrote.
+    That must be younger than the config.yaml of this command: older ones are of an earlier run.
     """
-    names_one = config.run.resume != "never"
-    rolls_back = names_one and Path(config.run.resume).resolve().is_relative_to(folder.resolve())
-    if restarted and rolls_back and newest is not None:
-        started = (folder / CONFIG_FILE).stat().st_mtime if (folder / CONFIG_FILE).is_file() else math.inf
-        rolls_back = not any_rank(newest.stat().st_mtime > started)
-    if restarted and newest is not None and not rolls_back:
-        return newest
+    if restarted and newest is not None:
+        mark = folder / CONFIG_FILE
+        if any_rank(is_of_command(mark, config) and newest.stat().st_mtime > mark.stat().st_mtime):
+            return newest
     if config.run.resume == "never":
         return None
     with raise_on_all_ranks(CheckpointError, "--resume"):
         check_resume(config.run.resume)
     return Path(config.run.resume).resolve()
+
+
+def is_of_command(mark: Path, config: Config) -> bool:
+    """Return whether the start of a run with this --resume wrote config.yaml, `mark`: before a restart, this run."""
+    with suppress(ConfigError):
+        return mark.is_file() and load_recipe(mark).run.resume == config.run.resume
+    return False
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:

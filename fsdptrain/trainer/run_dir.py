@@ -22,7 +22,7 @@ class RunFolder:
     path: Path
     checkpoint: Path | None  # checkpoint to resume from; None: a new run
     progress: dict[str, Any] | None  # contents of `PROGRESS_FILE` in that checkpoint
-    restarted: bool = False  # by torchrun: config.yaml keeps the time of the start
+    restarted: bool = False  # by torchrun, after the start, whose config.yaml stays, with its time
     inputs: Mapping[str, str] = field(default_factory=dict)  # digests: `bind_inputs`
 
     @property
@@ -37,7 +37,7 @@ class RunFolder:
         with raise_on_all_ranks(ConfigError, f"--output-dir {self.path} cannot be written: choose another"):
             if dist.get_rank() == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
-                if not self.restarted or not (self.path / CONFIG_FILE).exists():
+                if not self.restarted:
                     (self.path / CONFIG_FILE).touch(mode=0o600)  # mappings may hold keys
                     (self.path / CONFIG_FILE).write_text(to_yaml(config))
                 later = [path for path in list_checkpoints(self.path) if int(path.name.removeprefix("step_")) > step]
@@ -59,6 +59,10 @@ def open_folder(config: Config) -> RunFolder:
         from fsdptrain.trainer.resuming import choose_checkpoint
 
         checkpoint = choose_checkpoint(config, folder, checkpoint, restarted=restarted)
+    if restarted:
+        from fsdptrain.trainer.resuming import is_of_command
+
+        restarted = is_of_command(folder / CONFIG_FILE, config)
     progress = None
     with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
         if dist.get_rank() == 0:

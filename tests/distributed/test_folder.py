@@ -31,31 +31,36 @@ def checkpoint(folder, step):
     ("resume", "restarts", "since_start", "step"),
     [
         ("auto", 0, [], 3),
-        ("never", 1, [], 3),
+        ("never", 1, [3], 3),
         ("run/checkpoints/step_00000001", 0, [], 1),
         ("run/checkpoints/step_00000001", 0, [3], 1),
         ("run/checkpoints/step_00000001", 1, [], 1),
         ("run/checkpoints/step_00000001", 1, [3], 3),
+        ("run/checkpoints/step_00000001", 1, None, 1),
         ("other/checkpoints/step_00000002", 0, [], 2),
-        ("other/checkpoints/step_00000002", 1, [], 3),
+        ("other/checkpoints/step_00000002", 1, [], 2),
+        ("other/checkpoints/step_00000002", 1, [3], 3),
     ],
 )
 def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, resume, restarts, since_start, step):
+    """since_start: steps whose checkpoints are younger than config.yaml. None: the first try ended before its start."""
     run = tmp_path / "run"
     for folder, number in ((run, 1), (run, 3), (tmp_path / "other", 2)):
         checkpoint(folder, number)
-    (run / "config.yaml").write_text("hf_checkpoint: x\n")
+    resume, tried = str(tmp_path / resume) if "/" in resume else resume, since_start is None
+    (run / "config.yaml").write_text(f"hf_checkpoint: x\nresume: {'auto' if tried else resume}\n")
     start = (run / "config.yaml").stat().st_mtime
     for number in (1, 3):
-        age = 60 if number in since_start else -60
+        age = 60 if tried or number in since_start else -60
         os.utime(run / f"checkpoints/step_{number:08d}", (start + age, start + age))
-    resume = str(tmp_path / resume) if "/" in resume else resume
     with platform.process_group(10):
         for name, value in {**rank_variables(0, 1, 29500), "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():
             monkeypatch.setenv(name, value)
         folder = open_folder(Config(hf_checkpoint="x", output_dir=str(run), resume=resume))
         assert folder.resumed_step == step
         folder.start(Config(hf_checkpoint="x", output_dir=str(run)), step)
+    is_written = restarts == 0 or tried
+    assert (f"resume: {resume}" in (run / "config.yaml").read_text()) == (not is_written or resume == "auto")
     assert newest_checkpoint(run) == run / f"checkpoints/step_{1 if step < 3 else 3:08d}"  # fsdptrain export RUN
 
 
