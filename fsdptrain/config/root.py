@@ -195,6 +195,12 @@ class Config(BaseModel):
         return "bfloat16" if self.model.bf16 else "float32"
 
     @property
+    def precision_fix(self) -> str:
+        """The option against numbers that are not finite, for messages: `, compute with --no-bf16`."""
+        fixes = {"float16": ", use --bf16 instead of --fp16", "bfloat16": ", compute with --no-bf16"}
+        return fixes.get(self.compute_dtype_name, "")
+
+    @property
     def samples_per_rollout(self) -> int:
         """Samples per rollout; with `--algorithm sft`, per optimizer step. [samples]"""
         if self.algorithm.algorithm == "sft":

@@ -93,9 +93,11 @@ class FSDPBackend:
 
             self._reference = choose_bank(self._model, config, self.features, bank)
         self.layout_probe = self._verify_model()
-        fp16 = config.model.fp16
+        fp16, fix = config.model.fp16, config.precision_fix
         with raise_on_all_ranks(ConfigError, "--optimizer"):
-            self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=fp16, build=build)
+            self._optimizer = Optimizer(
+                self._model, config.optim, total_steps=total_steps, fp16=fp16, build=build, fix=fix
+            )
 
     @property
     def model(self) -> PreTrainedModel:

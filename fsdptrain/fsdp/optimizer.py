@@ -37,16 +37,17 @@ class Optimizer:
         masters: Mapping[str, nn.Parameter] | None = None,
         total_norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
         build: Build | None = None,
+        fix: str = "",
     ) -> None:
         """`model` must already have its weights. The state is allocated here, so that steps need no more memory.
 
         masters: parameters to update instead of the model's, from which the caller creates them. total_norm:
         computes the gradient norm of these parameters over all ranks, if they are not DTensors. build: the function of
-        --optimizer, if it was looked up before.
+        --optimizer, if it was looked up before. fix: `Config.precision_fix`.
         """
         reshard(model)
         self._model = model
-        self.config = config
+        self.config, self._fix = config, fix
         trained = model.named_parameters() if masters is None else masters.items()
         self.names = {p: name for name, p in trained if p.requires_grad}
         self._lr_after: Callable[[int], float] = lambda num_updates: config.lr
@@ -117,8 +118,8 @@ class Optimizer:
         self.num_failed += not explained
         if self.num_failed > MAX_SKIPPED:
             raise NumericsError(
-                f"gradients were not finite in {self.num_failed} optimizer steps in a row: lower --lr or --clip-grad, "
-                f"or compute with --no-bf16{cause}"
+                f"gradients were not finite in {self.num_failed} optimizer steps in a row: lower --lr or "
+                f"--clip-grad{self._fix}{cause}"
             )
 
     def advance_without_update(self) -> Metrics:
@@ -138,7 +139,7 @@ class Optimizer:
             self.step()
             metrics["optim/grad_norm"] = norm
         else:
-            self.skip("" if math.isfinite(kl) else "; loss/kl is not finite: choose --kl-loss-type low_var_kl")
+            self.skip("; loss/kl is infinite: choose --kl-loss-type low_var_kl" if math.isinf(kl) else "")
         return metrics | {"optim/skipped_steps": float(self.num_skipped)}
 
     def _finish(self) -> None:

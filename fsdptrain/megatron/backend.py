@@ -87,6 +87,7 @@ class MegatronBackend:
             fp16=False,
             masters=masters.named,
             total_norm=lambda _: masters.total_norm(),
+            fix=config.precision_fix,
         )
 
     @property

@@ -58,7 +58,7 @@ class Progress:
         if self.is_last and skipped and not self.num_updates:
             raise NumericsError(
                 f"nothing was trained: gradients were not finite in all {skipped:.0f} optimizer steps; lower --lr or "
-                "--clip-grad, compute with --no-bf16, or check --loss"
+                f"--clip-grad{self._config.precision_fix}, or check --loss"
             )
 
     def save(self) -> Path | None:

@@ -157,9 +157,10 @@ class HFEngine:
         end = next((i for i, token in enumerate(tokens) if token in stop), None)
         length = len(tokens) if end is None else end + 1
         if not np.isfinite(logprobs[:length]).all():
+            fix = ", or use --bf16 instead of --fp16" if self.model.dtype == torch.float16 else ""
             raise RolloutError(
                 f"logits of prompt {prompt.id!r} are not finite under policy version {self.policy_version}: "
-                "lower --lr, or use --bf16 instead of --fp16"
+                f"lower --lr{fix}"
             )
         reason = "length" if end is None else "stop"
         return Completion(prompt.id, tokens[:length], logprobs[:length], reason, self.policy_version)

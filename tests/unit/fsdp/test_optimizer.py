@@ -133,7 +133,9 @@ def test_gradients_are_clipped_before_the_step_where_the_kernel_may_ignore_the_d
 def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
     model = tiny_qwen3()
     config = OptimConfig(lr=1e-2, lr_decay_style="linear")
-    optimizer = Optimizer(model, config, total_steps=10, fp16=False)
+    dtypes: list[dict[str, Any]] = [{"bf16": True}, {"bf16": False}, {"fp16": True}]
+    fixes = [Config(hf_checkpoint="x", **values).precision_fix for values in dtypes]
+    optimizer = Optimizer(model, config, total_steps=10, fp16=False, fix=fixes[0])
     fill_gradients(model, 0)
     optimizer.clip()
     optimizer.step()
@@ -151,8 +153,11 @@ def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
     optimizer.step()  # the limit is on steps in a row
     for _ in range(MAX_SKIPPED):
         optimizer.skip()
-    with pytest.raises(NumericsError, match=r"not finite in 11 optimizer steps in a row.*; loss/kl is not finite"):
-        optimizer.end_step(math.inf, finite=False, kl=math.inf)
+    line = "in a row: lower --lr or --clip-grad, compute with --no-bf16"
+    for kl, cause in ((math.inf, "; loss/kl is infinite: choose --kl-loss-type low_var_kl"), (math.nan, "")):
+        with pytest.raises(NumericsError, match=f"{line}{cause}$"):
+            optimizer.end_step(math.inf, finite=False, kl=kl)
+    assert fixes[1:] == ["", ", use --bf16 instead of --fp16"]
 
 
 def test_skips_that_halve_the_loss_scale_are_no_failures_until_it_is_1():
