@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from fsdptrain.errors import CheckpointError
@@ -35,3 +36,10 @@ def set_aside(checkpoint: Path) -> Path:
     target = checkpoint.with_name(f".old-{checkpoint.name}")
     shutil.rmtree(target, ignore_errors=True)
     return checkpoint.rename(target)
+
+
+def touch_private(path: Path) -> None:
+    """Create a file that only its owner can read, or make it one: older versions did not."""
+    path.touch(mode=0o600)
+    with suppress(PermissionError):  # it is of another user
+        path.chmod(0o600)

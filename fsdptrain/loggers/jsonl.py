@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fsdptrain.checkpoints import touch_private
 from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class JsonlLogger:
 
 
 def _open(path: Path) -> TextIO:
-    path.touch(mode=0o600 if path.name == "samples.jsonl" else 0o666)  # errors of episodes may hold secrets
+    if path.name == "samples.jsonl":
+        touch_private(path)  # errors of episodes may hold secrets
     return path.open("a", encoding="utf-8", errors="replace", buffering=1)  # half a surrogate pair is no UTF-8
 
 

@@ -50,6 +50,7 @@ def test_numbers_of_other_packages_are_numbers(tmp_path):
 
 def test_a_resumed_run_has_each_step_once(tmp_path, caplog):
     log_steps(tmp_path, range(6), 1.0)
+    (tmp_path / "samples.jsonl").chmod(0o644)  # of an older version
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "x"')  # cut short by a kill
     log_steps(tmp_path, range(4, 8), 2.0, resumed_step=3)
