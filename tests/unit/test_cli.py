@@ -265,7 +265,7 @@ def test_recipes_are_listed_and_shown(fsdptrain):
         (["report", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
         ([*MODEL, "--prompt-data", "x" * 300], f"{'x' * 300}: this name is too long for a file or folder: shorten it"),
         ([*MODEL, "--rollout-engine", "vlm"], "--rollout-engine: unknown name 'vlm'; did you mean 'vllm'? (use auto"),
-        (["plan", *LOCAL, "--gpu-memory-gib", "-1"], "--gpu-memory-gib must be above 0"),
+        (["plan", *LOCAL, "--gpu-memory-gib", "0"], "--gpu-memory-gib must be above 0"),
         (["plan", *LOCAL, "--num-gpus", "6", "--fsdp-replicate-size", "4"], "--fsdp-replicate-size 4 must divide"),
         (["watch", "runs/other"], "runs/other holds no run: pass the --output-dir of a run"),
     ],
