@@ -7,11 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.checkpoints import CONFIG_FILE
+from fsdptrain.checkpoints import CONFIG_FILE, PROGRESS_FILE
 from fsdptrain.config import Config, check_world_size
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
-from fsdptrain.config.rules import NOT_EXPORTED
+from fsdptrain.config.rules import NOT_EXPORTED, Fact
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export_folder import check_target
@@ -43,16 +43,17 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
             if dist.get_rank() == 0:
                 sources = (config.model.hf_checkpoint, config.ref.load)
                 check_target(output, flag=f"--output {output}", sources=sources)
-        resolved = resolve_checkpoint(config.model.hf_checkpoint)
+        model = resolve_checkpoint(config.model.hf_checkpoint)
+        with raise_on_all_ranks(CheckpointError, f"--checkpoint {checkpoint}"):
+            if dist.get_rank() == 0 and (checkpoint / PROGRESS_FILE).is_file():
+                digest = digest_model(model)
+                if read_progress(checkpoint).get("inputs", {}).get(MODEL, digest) != digest:
+                    line = f"--checkpoint {checkpoint}: {MODEL} have changed since it was written"
+                    if config.has(Fact.FROZEN_WEIGHTS):
+                        raise CheckpointError(f"{line}, and it holds only an adapter of them: restore them")
+                    log.warning("%s: config and tokenizer are the new ones", line)
         backend = build_backend(_split_to_fit(config, dist.get_world_size()))
         backend.load(checkpoint)
-        with raise_on_all_ranks(CheckpointError, f"--checkpoint {checkpoint}"):
-            digest = digest_model(resolved)
-            if read_progress(checkpoint).get("inputs", {}).get(MODEL, digest) != digest:
-                line = f"--checkpoint {checkpoint}: {MODEL} have changed since it was written"
-                if backend.features.adapter is not None:
-                    raise CheckpointError(f"{line}, and it holds only an adapter of them: restore them")
-                log.warning("%s: config and tokenizer are the new ones", line)
         backend.export(output)
 
 

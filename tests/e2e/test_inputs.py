@@ -113,8 +113,11 @@ def test_evaluations_and_exports_of_a_changed_model_say_so_and_an_adapter_is_not
         tmp_path / "run/checkpoints/step_00000001",
     )
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    manifest = checkpoint / "manifest.json"
+    unread = manifest.rename(tmp_path / "aside") if rank else manifest  # refused before the weights are loaded
     with pytest.raises(CheckpointError, match="holds only an adapter") if rank else nullcontext():
         export_checkpoint(checkpoint, tmp_path / "exported")
+    unread.rename(manifest)
     assert bool(rank) != (f"{MODEL} have changed since it was written" in caplog.text)
     with Trainer(config(tmp_path, num_rollout=0, lora_rank=rank, resume=str(checkpoint))) as trainer:
         trainer.evaluate()
