@@ -143,13 +143,13 @@ def _pick(metrics: Mapping[str, float]) -> str:
 
 
 def number(value: float) -> str:
-    """Format with about three significant digits: 0.531, 12.3, 128, 1.2k, 3.4M."""
+    """Format with two or three significant digits: 0.531, 12.3, 128, 1k, 1.2k, 3.4M."""
     size = abs(value)
     for least, unit in ((1e6, "M"), (1e3, "k")):
-        if size >= least:
-            return f"{value / least:.{0 if unit == 'k' and size >= 1e4 else 1}f}{unit}"
+        if size >= 0.9995 * least:  # is rounded to it
+            return f"{value / least:.{0 if unit == 'k' and size >= 1e4 else 1}f}".removesuffix(".0") + unit
     if size >= 1:
-        return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 3}f}"
+        return f"{value:.{0 if size >= 99.95 else 1 if size >= 9.9995 else 3}f}"
     return f"{value:.3f}" if size >= 1e-3 or not size else f"{value:.1e}"
 
 

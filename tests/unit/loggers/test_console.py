@@ -7,7 +7,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.loggers import RunInfo
-from fsdptrain.loggers.console import ConsoleLogger, header
+from fsdptrain.loggers.console import ConsoleLogger, header, number
 
 STEP = {
     "reward/mean": 0.25,
@@ -71,6 +71,12 @@ def test_the_last_line_tells_a_finished_run_from_a_stopped_one(run, tmp_path):
 def test_a_resumed_run_names_its_step_and_a_finished_one_the_flag_that_continues_it(run):
     assert "resumes after step 2 of 4" in run(resumed_step=2)
     assert "is complete, step 4 of 4; raise --num-rollout to continue" in run(resumed_step=4)
+
+
+def test_numbers_are_rounded_before_their_unit_is_chosen():
+    values = {0.5314: "0.531", 9.9996: "10.0", 99.96: "100", 999.4: "999", 999.96: "1k", 1000: "1k", -1234: "-1.2k"}
+    values |= {9_960: "10k", 12_345: "12k", 999_400: "999k", 999_960: "1M", 3_400_000: "3.4M"}
+    assert {value: number(value) for value in values} == values
 
 
 def test_a_run_outlives_who_reads_its_output(run, monkeypatch, caplog):
