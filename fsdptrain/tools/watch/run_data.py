@@ -86,7 +86,8 @@ class RunData:
         steps, times = self.curves.get("time", (array("d"), array("d")))
         if not steps:
             return {"step": None, "updated": None, "pace": None}
-        first = max(0, bisect_right(steps, steps[-1] - _PACE_STEPS) - 1)
+        since_start = min(bisect_right(times, self._config[0]), len(times) - 1)  # the run writes config.yaml then
+        first = max(since_start, bisect_right(steps, steps[-1] - _PACE_STEPS) - 1)
         done = steps[-1] - steps[first]
         return {
             "step": steps[-1],

@@ -4,11 +4,13 @@ import base64
 import hashlib
 import http.client
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+from fsdptrain.config import Config, to_yaml
 from fsdptrain.loggers import RunInfo
 from fsdptrain.loggers.jsonl import JsonlLogger
 from fsdptrain.tools.watch.page import render
@@ -74,6 +76,16 @@ def test_a_resumed_run_replaces_what_the_page_has(tmp_path):
     assert second["curves"]["reward/mean"] == {"x": [1, 2, 3], "y": [1, 2, 13]}
     assert not second["keeps_samples"]
     assert responses(second) == ["0.0 of 1", "0.0 of 2", "10.0 of 3"]
+
+
+def test_the_pace_is_that_since_the_start_or_resume(tmp_path):
+    times = [100, 110, 120, 1000, 1030]  # resumed at 900
+    rows = (json.dumps({"step": step, "time": time}) for step, time in enumerate(times))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "config.yaml").write_text(to_yaml(Config(hf_checkpoint="x", prompt_data="y")))
+    for start, pace in ((90, 232.5), (900, 30), (2000, None)):
+        os.utime(tmp_path / "config.yaml", (start, start))
+        assert payload(RunData(tmp_path, "a"))["pace"] == pace
 
 
 def test_the_page_allows_its_own_script_and_style_only():
