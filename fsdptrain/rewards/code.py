@@ -22,8 +22,8 @@ from fsdptrain.types import Prompt
 
 log = logging.getLogger(__name__)
 
-TEST_S = 10.0  # real time of one test
-ALL_TESTS_S = 60.0  # real time of all tests of a response
+TEST_S = 10.0  # wall-clock limit of a test [s]
+ALL_TESTS_S = 60.0  # of all tests of a response [s]
 FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 PYTHON = {"python", "python3", "py"}
 
@@ -39,9 +39,9 @@ class Test(NamedTuple):
 def code(prompt: Prompt, response: str) -> Mapping[str, float] | None:
     """1 if the code passes all tests of the label, else 0; `passed` is the fraction. None without a label.
 
-    The code is the last fenced block (of those marked as Python, if any), else the answer in its tags. The label is
-    Python code with asserts, a list of such codes, [{"input": ..., "output": ...}, ...], or
-    {"inputs": [...], "outputs": [...]}, also as JSON. Raises RewardError for any other label.
+    The code is that of `extract_code`. The label is Python code with asserts, a list of such texts,
+    [{"input": ..., "output": ...}, ...], or {"inputs": [...], "outputs": [...]}, also as JSON. Raises RewardError for
+    any other label.
     """
     if prompt.label is None:
         return None
@@ -84,7 +84,7 @@ def parse_tests(label: Any) -> list[Test]:
 
 def passes(program: str, test: Test, timeout: float) -> bool:
     """Run a program with a test in an empty temporary folder. Raises RewardError if the sandbox does not start."""
-    token = secrets.token_hex(16)  # a program that exits before its tests does not pass them
+    token = secrets.token_hex(16)  # the sandbox returns it after the tests: a program that exits early fails
     with (
         tempfile.TemporaryDirectory(prefix="fsdptrain-code-", ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as job,

@@ -1,6 +1,6 @@
 """Compute the rewards of a rank's samples, in processes, an event loop or the calling thread.
 
-A sample that cannot be scored does not end the run; too many do.
+Unscored samples end a run only above --max-unscored-fraction.
 """
 
 import logging
@@ -103,8 +103,7 @@ class ParallelReward:
     def check(self, prompts: Sequence[Prompt], *, call: bool) -> list[str]:
         """Check the signatures. With `call`, also call each custom reward on prompts and labels.
 
-        Returns a line for each reward that scores none of them. Raises ConfigError for a wrong signature or type of
-        return value.
+        Returns a line for each reward that scores no label. Raises ConfigError for a wrong signature or return type.
         """
         lines: list[str] = []
         for runner in self._runners:

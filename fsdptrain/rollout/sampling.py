@@ -17,14 +17,14 @@ from fsdptrain.model.running_sums import running_sums
 from fsdptrain.types import UNTRUNCATED, SamplingParams, Truncation
 
 _BLOCK = 128  # vocabulary entries per block of the two-level search
-_MAX_ELEMENTS = 2**25  # logits that are sampled at once: 128 MiB for each float32 copy
+_MAX_ELEMENTS = 2**25  # logits per chunk: a float32 copy takes 128 MiB
 
 
 def uniform_stream(seed: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
     """Return the first `count` uniform numbers in [0, 1) of one completion. (count,) f64
 
     Philox, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by a
-    hash of seed, prompt and sample: the same on every machine, and a longer stream starts with the shorter one.
+    hash of seed, prompt and sample. The numbers do not depend on the machine or on `count`.
     """
     name = f"{seed}/{sample_index}/{prompt_id}"
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")

@@ -86,7 +86,7 @@ def test_unusable_rows_are_skipped_and_counted_and_a_step_has_all_its_samples(ch
     [row] = trained(metrics_of(tmp_path / "run"))
     assert row["progress/samples"] == 8
     assert row["progress/unusable_rows"] > 0
-    assert "skipping rows like this one: row rows.jsonl:" in result.err
+    assert "skipping unusable rows, for example: row rows.jsonl:" in result.err
     assert "2 of the first 10 rows cannot be trained on, 1: row rows.jsonl:" in result.err
 
 

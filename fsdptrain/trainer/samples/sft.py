@@ -27,7 +27,7 @@ CHECKED = 100  # rows at the start
 
 @dataclass
 class Refusals:
-    """Count unusable rows by kind of error, with one example each."""
+    """Unusable rows: their number and an example, by kind of error."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class SftSource:
     def _warn(self, refused: Refusals) -> None:
         """Log the first row of each kind."""
         for kind in refused.counts.keys() - self._warned:
-            log.warning("skipping rows like this one: %s", refused.examples[kind])
+            log.warning("skipping unusable rows, for example: %s", refused.examples[kind])
         self._warned |= refused.counts.keys()
 
 
@@ -117,10 +117,10 @@ def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[li
 
 
 def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:
-    """Warn if some of the first rows are unusable, or if none of them trains a token that ends a turn.
+    """Warn about unusable rows among the first, and if no row trains an end-of-turn token.
 
-    Raises DataError if all of the first 1,000 rows are unusable, or if more than half of the first 100 have inexact
-    masks. Does not move the stream.
+    Raises DataError if the first 1,000 rows are unusable, or if more than half of the first 100 have inexact masks.
+    Does not move the stream.
     """
     state, samples, refused = stream.state_dict(), list[Sample](), Refusals()
     while (tried := len(samples) + refused.counts.total()) < (CHECKED if samples else MOST_UNUSABLE):

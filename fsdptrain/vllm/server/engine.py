@@ -191,7 +191,7 @@ class VLLMServerEngine:
         try:
             async with asyncio.TaskGroup() as group:
                 for prompt in prompts:
-                    client = self._choose(prompt)  # one for all its samples, which share the cache of the prompt
+                    client = self._choose(prompt)  # the same for all samples, which share the cached prompt
                     self._num_in_flight[client.url] += sampling.num_samples
                     for index in range(sampling.num_samples):
                         params = sampling_options(prompt, index, sampling, self._stop_token_ids)
@@ -234,7 +234,7 @@ class VLLMServerEngine:
         )
 
     async def _ask(self, client: VLLMClient, body: dict[str, Any]) -> Generation:
-        """Raises RolloutError also if a server that is silent for long fails a health check."""
+        """Send a request. While the server does not answer, check its health. Raises RolloutError if it fails."""
         answer = asyncio.ensure_future(client.generate(body, timeout=self.request_timeout))
         try:
             while not (await asyncio.wait([answer], timeout=self.response_timeout))[0]:
@@ -249,7 +249,7 @@ async def _read_checksums(
 ) -> dict[str, int]:
     """Return checksums of the layers of the engine, without tensors that cannot be read.
 
-    With pipeline parallelism each worker has other layers. Workers that share a tensor must agree: -1 if they do not.
+    With pipeline parallelism, workers have different layers. If workers disagree about a tensor, its checksum is -1.
     """
     workers = await client.call_workers("fsdptrain_checksums", sorted(names), kind, timeout=deadline.left)
     merged: dict[str, int] = {}
