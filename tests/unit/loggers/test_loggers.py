@@ -99,6 +99,7 @@ class ListLogger:
 
 def log_for_real(name, folder, *, resumed=0):
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_HOST": SECRETS["resume"], "PYTHONPATH": os.getcwd()}
+    environment |= {"WANDB_SAVE_CODE": "true"}
     environment.pop("TRACKIO_DIR", None)
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)
