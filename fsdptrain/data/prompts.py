@@ -203,7 +203,10 @@ def make_prompt(
             text = _render_row(as_messages(row.prompt), tokenizer, data=data, row_id=row.id)
             token_ids = tokens_of(text, tokenizer)
         else:
-            token_ids = plain_tokens(_plain_text(row, system_prompt_of(data)), tokenizer)
+            if not isinstance(row.prompt, str):
+                raise DataError(f"row {row.id} is a list of chat messages, which need --apply-chat-template")
+            system_prompt = system_prompt_of(data)
+            token_ids = plain_tokens(f"{system_prompt}\n\n{row.prompt}" if system_prompt else row.prompt, tokenizer)
     except DataError as error:
         named = str(error) if f"row {row.id}" in str(error) else f"row {row.id}: {error}"
         raise DataError(named) from error
@@ -251,12 +254,6 @@ def system_prompt_of(data: DataConfig) -> str:
     if data.system_prompt != "auto":
         return data.system_prompt
     return ANSWER_TAGS_PROMPT if data.prompt_data.startswith(GENERATOR) else ""
-
-
-def _plain_text(row: Row, system_prompt: str) -> str:
-    if not isinstance(row.prompt, str):
-        raise DataError(f"row {row.id} is a list of chat messages, which need --apply-chat-template")
-    return f"{system_prompt}\n\n{row.prompt}" if system_prompt else row.prompt
 
 
 def _render_row(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, row_id: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from fsdptrain.config import DataConfig
 from fsdptrain.config.data import SftConfig
 from fsdptrain.data.rows import Row
-from fsdptrain.data.tables import plain, refuse_template_kwargs, value_in, written_chat
+from fsdptrain.data.tables import plain, refuse_columns, value_in, written_chat
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message
 
@@ -78,7 +78,7 @@ def form_reader(
     def read(values: Values, row_id: str) -> Row:
         values = plain(values)
         _refuse_weights(values, row_id)
-        refuse_template_kwargs(values, row_id)
+        refuse_columns(values, row_id, "chat_template_kwargs")
         try:
             return Row(row_id, *convert(values, data.input_key))
         except UnusableRowError as error:
@@ -122,21 +122,17 @@ def _detect(first: Values, data: DataConfig, where: str) -> tuple[str, DataConfi
             return "response", data.model_copy(update={"label_key": "completion"} if "completion" in first else {})
         if "text" in first:
             return "text", data.model_copy(update={"input_key": "text", "label_key": ""})
-        raise DataError(_unknown_form(first, where))
+        if form := next((form for column, form in _CONVERTED.items() if column in first), None):
+            fix = "make a column `messages` of it with `datasets`, as docs/sft.md shows"
+            raise DataError(f"{where} has the {form} form: {fix}")
+        raise DataError(
+            f"{where} has none of the known forms of supervised data ({_KNOWN}): its columns are {', '.join(first)}; "
+            "name the prompt and the response by --input-key and --label-key"
+        )
     value = first.get(data.input_key)
     if isinstance(value, list) and data.label_key not in first and value_in(first, data.label_key) is None:
         return "messages", data
     return ("text" if isinstance(value, str) and not data.label_key else "response"), data
-
-
-def _unknown_form(first: Values, where: str) -> str:
-    for column, form in _CONVERTED.items():
-        if column in first:
-            return f"{where} has the {form} form: make a column `messages` of it with `datasets`, as docs/sft.md shows"
-    return (
-        f"{where} has none of the known forms of supervised data ({_KNOWN}): its columns are {', '.join(first)}; "
-        "name the prompt and the response by --input-key and --label-key"
-    )
 
 
 def _messages(values: Values, column: str) -> tuple[list[Message], Conversation]:

@@ -8,6 +8,7 @@ approximate mask: a turn whose bounds are unknown, or lie within a token, raises
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -66,7 +67,10 @@ class ConversationEncoder:
             if error.kind != "ignored":
                 raise error
             warn_once(str(error))
-        if conversation.tools and self._without_tools(conversation) == text:
+        without = None
+        with suppress(UnusableRowError):  # the template refuses it, so it reads tools
+            without = self._render(replace(conversation, tools=None)) if conversation.tools else None
+        if without == text:
             raise UnusableRowError("tools", f"the chat template does not show tools: {WITH_TOOLS}")
         said = [message["content"] for message in messages if message["role"] == "assistant"]
         for content in said if self.loss_on == "assistant" else said[-1:]:
@@ -76,13 +80,6 @@ class ConversationEncoder:
                     "the chat template drops or changes what the assistant says, often its thoughts: write the last "
                     f"turn into a column `completion`, which is trained as it is, or {_FIX}",
                 )
-
-    def _without_tools(self, conversation: Conversation) -> str | None:
-        """Return the rendering without the column `tools`. None: the template refuses it, so it reads it."""
-        try:
-            return self._render(replace(conversation, tools=None))
-        except UnusableRowError:
-            return None
 
     def _turns(self, conversation: Conversation, text: str) -> list[Span]:
         """Return the spans of the trained turns."""

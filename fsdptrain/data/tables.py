@@ -1,5 +1,6 @@
 """Rows of tables: files, folders and hub data sets, read by `datasets`; lists of mappings, environments."""
 
+import csv
 import json
 import logging
 import re
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ReadRow = Callable[[Mapping[str, Any], str], Row]  # (values by column, id of the row)
-_NO_TOOLS = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
+_EMPTY = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
+_UNREAD = {
+    "tools": "which no prompt would show: write the tools into the system message, or remove or rename the column",
+    "chat_template_kwargs": "which is not read: set --chat-template-kwargs for all rows, and remove the column",
+}
 _LIKE_CHAT = re.compile(r"\s*\[\s*\{.*[\"']role[\"']\s*:.*\}\s*\]\s*", re.DOTALL)
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
@@ -62,6 +67,8 @@ def as_rows(
     first = _read(dataset, 0, name)
     if isinstance(first, Row):
         return dataset  # type: ignore[return-value]  # a sequence of Row by its first element
+    if hidden := [column for column in ("functions", "documents") if column in first]:
+        log.warning("%s %s: no prompt shows the column %s: write it into messages", flag, name, " or ".join(hidden))
     read = row_reader(first, data, where=f"{flag} {name}", folder=folder, image_key=image_key, sft=sft)
     return _TableRows(dataset, name, read)  # type: ignore[arg-type]
 
@@ -76,8 +83,6 @@ def row_reader(
     sft: SftConfig | None = None,
 ) -> ReadRow:
     """Return the function that converts the rows of a table, whose first row is `first`. Checks the columns."""
-    if hidden := [column for column in ("functions", "documents") if column in first]:
-        log.warning("%s: no prompt shows the column %s: write it into the messages", where, " or ".join(hidden))
     if sft is not None and image_key is None:
         from fsdptrain.data.sft_forms import form_reader
 
@@ -124,12 +129,7 @@ def _read_columns(
     """Convert a row by column names. Metadata are all columns but images."""
     image = values.get(image_key) if image_key else None
     values = plain({name: value for name, value in values.items() if name != image_key})
-    if str(values.get("tools")).strip() not in _NO_TOOLS:
-        raise DataError(
-            f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
-            "message, or remove or rename the column"
-        )
-    refuse_template_kwargs(values, row_id)
+    refuse_columns(values, row_id, *_UNREAD)
     return Row(
         id=row_id,
         prompt=_checked_prompt(value_in(values, data.input_key), row_id, data.input_key, parts=image_key is not None),
@@ -139,13 +139,11 @@ def _read_columns(
     )
 
 
-def refuse_template_kwargs(values: Mapping[str, Any], row_id: str) -> None:
-    """Raise DataError for arguments of the chat template that a row has, as TRL reads them."""
-    if str(values.get("chat_template_kwargs")).strip() not in _NO_TOOLS:
-        raise DataError(
-            f"row {row_id} has a column `chat_template_kwargs`, which is not read: set --chat-template-kwargs for all "
-            "rows, and remove the column"
-        )
+def refuse_columns(values: Mapping[str, Any], row_id: str, *columns: str) -> None:
+    """Raise DataError for columns with a value, of those that other trainers pass to the chat template."""
+    for column in columns:
+        if str(values.get(column)).strip() not in _EMPTY:
+            raise DataError(f"row {row_id} has a column `{column}`, {_UNREAD[column]}")
 
 
 def _read(table: Any, index: int, name: str) -> Any:
@@ -316,13 +314,17 @@ def _load_csv(files: Mapping[Any, Sequence[str]], split: str) -> "datasets.Datas
     return datasets.load_dataset("csv", data_files=read, split=split, **text)
 
 
+def csv_columns(path: Path) -> list[str]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return next(csv.reader(file), [])
+
+
 def _as_text(path: Path) -> dict[str, Any]:
     """Return options of `load_dataset` for the text of all csv cells; by default `None` is null and 3 may be 3.0."""
     import datasets
     import pandas
 
-    head = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]
-    _refuse_twice([name for name in head if name], path.name)
+    _refuse_twice([name for name in csv_columns(path) if name], path.name)
     columns = pandas.read_csv(path, nrows=0).columns
     features = datasets.Features({str(column): datasets.Value("string") for column in columns})
     return {"keep_default_na": False, "index_col": False, "features": features}  # else more cells shift all columns
@@ -340,7 +342,7 @@ def _readable(name: str, flag: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Length of header", category=Warning)  # of pandas: lost cells
             yield
-    except (OSError, ValueError, KeyError, RuntimeError, StopIteration, DatasetsError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, StopIteration, csv.Error, DatasetsError) as error:
         if isinstance(error, ConfigError):
             raise
         cause = error.__cause__ or error

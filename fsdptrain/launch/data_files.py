@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptrain.config.data import sft_options
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import COLUMN
-from fsdptrain.data.tables import JsonRows, folder_of, is_data_file, row_reader
+from fsdptrain.data.tables import JsonRows, csv_columns, folder_of, is_data_file, row_reader
 from fsdptrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def _first_row(path: Path) -> Mapping[str, Any] | None:
     """Return a row with the columns of a file, the first one where it is read. None: not readable here."""
     try:
         if path.suffix == ".csv":
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                return dict.fromkeys(next(csv.reader(file), []), "")
+            return dict.fromkeys(csv_columns(path), "")
         if path.suffix in (".jsonl", ".json"):
             with path.open("rb") as file:
                 return JsonRows(file.readlines(_READ), path, "")[0]

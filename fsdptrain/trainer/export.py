@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.checkpoints import CONFIG_FILE, PROGRESS_FILE
-from fsdptrain.config import Config, check_world_size
+from fsdptrain.config import check_world_size
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
 from fsdptrain.config.rules import NOT_EXPORTED, Fact
@@ -52,19 +52,11 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
                     if config.has(Fact.FROZEN_WEIGHTS):
                         raise CheckpointError(f"{line}, and it holds only an adapter of them: restore them")
                     log.warning("%s: config and tokenizer are the new ones", line)
-        backend = build_backend(_split_to_fit(config, dist.get_world_size()))
+        try:
+            check_world_size(config, dist.get_world_size())
+        except ConfigError as error:  # checkpoints do not depend on the parallel sizes
+            log.info("the model is loaded undivided, unlike in the run: %s", error)
+            config = config.with_values(**{group.key: 1 for group in config.rank_groups})
+        backend = build_backend(config)
         backend.load(checkpoint)
         backend.export(output)
-
-
-def _split_to_fit(config: Config, world_size: int) -> Config:
-    """Keep the parallel sizes of the run, or reset them to 1 if they do not fit `world_size`.
-
-    Checkpoints do not depend on the parallel sizes.
-    """
-    try:
-        check_world_size(config, world_size)
-    except ConfigError as error:
-        log.info("the model is loaded undivided, unlike in the run: %s", error)
-        return config.with_values(**{group.key: 1 for group in config.rank_groups})
-    return config

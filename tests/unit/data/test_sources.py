@@ -82,7 +82,7 @@ def test_metadata_are_all_columns_but_images() -> None:
 def test_columns_that_templates_of_tools_take_are_named(sft: Any, caplog: pytest.LogCaptureFixture) -> None:
     row = {**ROWS[0], "functions": [{"name": "add"}], "documents": None}
     assert as_rows([row], config("x"), sft=sft)[0].label == "0"
-    assert "--prompt-data dataset: no prompt shows the column functions or documents: write it into" in caplog.text
+    assert "--prompt-data dataset: no prompt shows the column functions or documents: write it" in caplog.text
 
 
 def test_the_split_of_a_saved_data_set_can_be_chosen(tmp_path: Path) -> None:
