@@ -316,7 +316,7 @@ def _load_csv(files: Mapping[Any, Sequence[str]], split: str) -> "datasets.Datas
 
 def csv_columns(path: Path) -> list[str]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        return next(csv.reader(file), [])
+        return next(filter(None, csv.reader(file)), [])
 
 
 def _as_text(path: Path) -> dict[str, Any]:
