@@ -136,7 +136,7 @@ def sft_sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, renderer: 
     """
     end = end_token(tokenizer)
     token_ids, loss_mask = list(prompt.token_ids), [False] * len(prompt.token_ids)
-    for is_model, messages in groupby(_episode(prompt), key=_is_model):
+    for is_model, messages in groupby(_episode(prompt), key=lambda message: message["role"] == "assistant"):
         if is_model:
             [message] = messages
             ids = tokens_of(message["content"], tokenizer)
@@ -167,7 +167,7 @@ def _episode(prompt: Prompt) -> Sequence[Message]:
                 f"--label-key: the response of row {prompt.id} has {name}, which only the chat template can render: "
                 "write the whole conversation into one column `messages`, see docs/sft.md"
             )
-    is_assistant = [_is_model(message) for message in label] if is_episode else []
+    is_assistant = [message["role"] == "assistant" for message in label] if is_episode else []
     if not is_episode or not (is_assistant[0] and is_assistant[-1]) or any(a and b for a, b in pairwise(is_assistant)):
         raise UnusableRowError(
             "not an episode",
@@ -175,7 +175,3 @@ def _episode(prompt: Prompt) -> Sequence[Message]:
             "and content, the first and the last of the assistant, and others between its turns",
         )
     return label
-
-
-def _is_model(message: Message) -> bool:
-    return message["role"] == "assistant"

@@ -264,15 +264,13 @@ def _load_json(path: Path, flag: str) -> Table:
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises ValueError for a key that it has twice, of which json keeps the last one."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        _refuse_twice([name for name, _ in pairs], "an object")
-    return found
+    _refuse_twice([name for name, _ in pairs], "an object")
+    return dict(pairs)
 
 
 def _refuse_twice(names: Sequence[str], what: str) -> None:
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{what} has {twice[0]!r} twice")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{what} has {next(name for name in names if names.count(name) > 1)!r} twice")
 
 
 class JsonRows:

@@ -53,7 +53,14 @@ def open_folder(config: Config) -> RunFolder:
     restarted = any_rank(variables is not None and variables.restart > 0)  # machines may count restarts differently
     with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
         if dist.get_rank() == 0 and not restarted:
-            _refuse_used_folder(config, folder)
+            if (checkpoints := folder / "checkpoints").exists() and not checkpoints.is_dir():
+                raise ConfigError(
+                    f"--output-dir {folder}: {checkpoints.name} is a file: move it away, or choose another folder"
+                )
+            if config.run.resume == "never" and (folder / CONFIG_FILE).exists():
+                raise ConfigError(
+                    f"--output-dir {folder} holds a run already: choose another folder, or continue it by --resume auto"
+                )
     checkpoint = newest_checkpoint(folder)
     if config.run.resume != "auto":
         from fsdptrain.trainer.resuming import choose_checkpoint
@@ -81,15 +88,3 @@ def open_folder(config: Config) -> RunFolder:
             progress = read_progress(checkpoint)
             tell_changes(config, checkpoint, progress["step"])
     return RunFolder(folder, checkpoint, progress, restarted)
-
-
-def _refuse_used_folder(config: Config, folder: Path) -> None:
-    checkpoints = folder / "checkpoints"
-    if checkpoints.exists() and not checkpoints.is_dir():
-        raise ConfigError(
-            f"--output-dir {folder}: {checkpoints.name} is a file: move it away, or choose another folder"
-        )
-    if config.run.resume == "never" and (folder / CONFIG_FILE).exists():
-        raise ConfigError(
-            f"--output-dir {folder} holds a run already: choose another folder, or continue it by --resume auto"
-        )

@@ -78,7 +78,9 @@ class SftSource:
             if in_a_row.counts.total() >= MOST_UNUSABLE:
                 raise in_a_row.none_usable(f"--prompt-data {self.stream.data.prompt_data}")
             samples, drawn, refused = samples + built, drawn + prompts, refused + skipped
-        self._warn(refused)
+        for kind in refused.counts.keys() - self._warned:  # the first row of each kind
+            log.warning("skipping unusable rows, for example: %s", refused.examples[kind])
+        self._warned |= refused.counts.keys()
         self.stream.num_too_long += refused.counts[LONG_PROMPT]
         unusable = refused.counts.total() - refused.counts[LONG_PROMPT] - refused.counts[OVERLONG]
         return RolloutBatch(
@@ -87,12 +89,6 @@ class SftSource:
             metrics={"progress/unusable_rows": float(unusable)},
             images=images_of(drawn),
         )
-
-    def _warn(self, refused: Refusals) -> None:
-        """Log the first row of each kind."""
-        for kind in refused.counts.keys() - self._warned:
-            log.warning("skipping unusable rows, for example: %s", refused.examples[kind])
-        self._warned |= refused.counts.keys()
 
 
 def open_builder(
