@@ -8,7 +8,6 @@ import datasets
 import pytest
 
 from fsdptrain.config import DataConfig
-from fsdptrain.config.data import SftConfig
 from fsdptrain.data.held_out import split_rows
 from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
@@ -72,16 +71,12 @@ def test_rows_do_not_depend_on_the_file_format(rows: Any) -> None:
     assert len({rows[i].id for i in range(7)}) == 7
 
 
-def test_metadata_are_all_columns_but_images() -> None:
+def test_metadata_are_all_columns_but_images(caplog: pytest.LogCaptureFixture) -> None:
     with_images = [{**row, "picture": []} for row in ROWS]
     assert as_rows(with_images, config("x"), image_key="picture")[3].metadata == ROWS[3]
     assert as_rows(ROWS, config("x"))[3].metadata == ROWS[3]
-
-
-@pytest.mark.parametrize("sft", [None, SftConfig()])
-def test_columns_that_templates_of_tools_take_are_named(sft: Any, caplog: pytest.LogCaptureFixture) -> None:
-    row = {**ROWS[0], "functions": [{"name": "add"}], "documents": None}
-    assert as_rows([row], config("x"), sft=sft)[0].label == "0"
+    assert not caplog.text
+    as_rows([{**ROWS[0], "functions": [{"name": "add"}], "documents": None}], config("x"))
     assert "--prompt-data dataset: no prompt shows the column functions or documents: write it" in caplog.text
 
 
