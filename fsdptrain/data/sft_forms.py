@@ -188,12 +188,20 @@ def not_shown(
     found = other(marked) if marks else None
     if found is not None and not all(mark in found for mark in marks.values()):
         yield UnusableRowError("tools", f"the chat template does not show messages of the role tool: {WITH_TOOLS}")
-    given = ((key, value) for m in messages for key, value in m.items() if key not in _NOT_RENDERED)
-    for name in dict.fromkeys(key for key, value in given if value not in (None, "", [])):
-        silent: list[Message] = [{key: value for key, value in m.items() if key != name} for m in messages]
-        if other(silent) == text:
-            kind, fix = _OMITTED.get(name, ("ignored", "write it into content, or remove it"))
+
+    def are_omitted(*names: str) -> bool:
+        return other([{key: value for key, value in m.items() if key not in names} for m in messages]) == text
+
+    given = dict.fromkeys(key for m in messages for key, value in m.items() if value not in (None, "", []))
+    for name, (kind, fix) in _OMITTED.items():
+        if name in given and are_omitted(name):
             yield UnusableRowError(kind, f"the chat template does not show {name}: {fix}")
+    others = [name for name in given if name not in _OMITTED and name not in _NOT_RENDERED]
+    if others and not are_omitted(*others):
+        others = [name for name in others if are_omitted(name)]
+    if others:
+        line = f"the chat template does not show {', '.join(others)}: write them into content, or remove them"
+        yield UnusableRowError("ignored", line)
 
 
 @cache
