@@ -94,7 +94,7 @@ def open_wandb(info: RunInfo) -> Dashboard:
                 x_disable_meta=True,
                 x_save_requirements=False,
                 disable_git=True,
-                disable_code=True,
+                save_code=False,
             ),
         )
     except (UsageError, CommError) as error:

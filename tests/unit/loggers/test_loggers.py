@@ -99,12 +99,12 @@ class ListLogger:
 
 def log_for_real(name, folder, *, resumed=0):
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_HOST": SECRETS["resume"], "PYTHONPATH": os.getcwd()}
-    environment |= {"WANDB_SAVE_CODE": "true"}
+    environment["WANDB_SAVE_CODE"] = "true"
     environment.pop("TRACKIO_DIR", None)
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), name, str(folder), str(resumed)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True, timeout=120)
 
 
 def test_jsonl_is_always_used(tmp_path):
