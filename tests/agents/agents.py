@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from typing import Any
 
 from openai import BadRequestError
 
 from fsdptrain.types import Prompt
 
 
-def says(text: str) -> list[dict[str, str]]:
+def says(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 

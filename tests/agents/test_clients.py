@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import subprocess
 from typing import Any
 
@@ -9,12 +10,8 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, OpenAI
 
 from fsdptrain.agents.endpoint import Endpoint
+from tests.agents.agents import says
 from tests.agents.scripted import KEY, ScriptedEpisodes
-
-
-def says(text: str) -> Any:
-    return [{"role": "user", "content": text}]
-
 
 HELLO = says("hello")
 TOOL: Any = {
@@ -38,7 +35,7 @@ def test_a_chat_completion_is_the_answer_with_usage_choices_and_logprobs(
     assert [(one.token, one.bytes, one.logprob) for one in logprobs.content] == [("h", [104], 0.0), ("e", [101], -0.5)]
     assert chat.usage is not None
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens) == (11, 4, 15)
-    assert chat.model == "org/tiny"
+    assert [chat.model] == [model.id for model in client.models.list()] == ["org/tiny"]
     call = episodes.calls[0]
     assert (call.num_choices, call.max_tokens, list(call.stop)) == (2, 8, ["l"])
     assert call.sampling == {"temperature": 0.5, "top_p": 0.9}
@@ -110,17 +107,17 @@ def test_the_async_client_streams_chunks_that_start_with_the_role(endpoint: Endp
     assert end["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop"}]
 
 
-def test_errors_of_a_call_reach_the_client(client: OpenAI) -> None:
+def test_errors_of_a_call_reach_the_client_and_unexpected_ones_the_log(
+    client: OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
     for stream in (False, True):
         with pytest.raises(BadRequestError, match="too long") as refused:
             client.chat.completions.create(model="", messages=says("refuse"), stream=stream)
         assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
-    with pytest.raises(InternalServerError, match=r"ZeroDivisionError: the engine \(scripted.py:\d+\)"):
+    with pytest.raises(InternalServerError, match=r"ZeroDivisionError: the engine \(scripted.py:\d+\)") as failed:
         client.chat.completions.create(model="", messages=says("fail"))
-
-
-def test_models_are_listed_by_name(client: OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["org/tiny"]
+    assert (failed.value.status_code, failed.value.type) == (500, "server_error")
+    assert [record.exc_info is not None for record in caplog.records if record.levelno >= logging.ERROR] == [True]
 
 
 def curl(endpoint: Endpoint, path: str, body: str, *options: str) -> str:

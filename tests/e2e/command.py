@@ -80,7 +80,7 @@ def run(
     num_ranks: int = 1,
     variables: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run `fsdptrain *argv` to its end and return the output of the first rank."""
+    """Run `fsdptrain *argv` to its end and return the output of the first rank. `variables`: PYTHONPATH too."""
     with start_ranks(argv, folder, num_ranks, variables) as processes:
         deadline = time.monotonic() + timeout
         for process in processes:
@@ -97,11 +97,6 @@ def run(
 def _last_errors(folder: Path, num_ranks: int) -> str:
     folders = [folder, *(folder / f"rank{rank}" for rank in range(1, num_ranks))]
     return "\n".join(f"rank {rank}: {(one / 'err').read_text()[-4000:]}" for rank, one in enumerate(folders))
-
-
-def run_with_path(argv: Sequence[str], folder: Path, path: Path) -> Result:
-    """Like `run` in one process, with the packages in `path` installed."""
-    return run(argv, folder, variables={"PYTHONPATH": str(path)})
 
 
 def train(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 1, timeout: float = 300.0) -> list[dict]:

@@ -1,6 +1,7 @@
 """An engine that records its calls, and one that generates while the trainer works."""
 
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -36,8 +37,9 @@ class Recording:
         self._engine.close()
 
 
-def recording(config: Any, **kwargs: Any) -> Recording:
-    return Recording(build_hf_engine(config, **kwargs))
+def factory(kind: type[Recording]) -> Callable[..., Recording]:
+    """What --rollout-engine names."""
+    return lambda config, **kwargs: kind(build_hf_engine(config, **kwargs))
 
 
 class Hanging(Recording):
@@ -52,10 +54,6 @@ def wait_in_vain() -> NoReturn:
         threading.Event().wait(1.0)
 
 
-def hanging(config: Any, **kwargs: Any) -> Hanging:
-    return Hanging(build_hf_engine(config, **kwargs))
-
-
 class Corrupting(Recording):
     """From version 2 on it doubles a tensor that it gets."""
 
@@ -67,10 +65,6 @@ class Corrupting(Recording):
     def checksums(self, names: Any, kind: Any) -> Any:
         weights = self._engine.model.state_dict()
         return {"the engine": finish_checksums({name: start_checksum(weights[name], kind) for name in names})}
-
-
-def corrupting(config: Any, **kwargs: Any) -> Corrupting:
-    return Corrupting(build_hf_engine(config, **kwargs))
 
 
 class InFlight(Recording):
@@ -96,10 +90,6 @@ class InFlight(Recording):
         """It has processes of its own, as it were."""
 
 
-def in_flight(config: Any, **kwargs: Any) -> InFlight:
-    return InFlight(build_hf_engine(config, **kwargs))
-
-
 class Late(InFlight):
     """Answers the prompt "say 0" with weights of version 0, and keeps the answer until the engine has version 3."""
 
@@ -122,5 +112,4 @@ class Late(InFlight):
             self._version.notify_all()
 
 
-def late(config: Any, **kwargs: Any) -> Late:
-    return Late(build_hf_engine(config, **kwargs))
+recording, hanging, corrupting, in_flight, late = map(factory, (Recording, Hanging, Corrupting, InFlight, Late))

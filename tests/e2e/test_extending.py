@@ -102,9 +102,10 @@ def test_a_package_adds_one_of_each_and_a_step_trains_with_it(checkpoint: Path, 
     argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "acme", "--output-dir", str(tmp_path / "run")]
     argv += ["--loss", "acme:loss", "--advantage-estimator", "acme:advantage", "--reward", "acme:reward"]
     argv += ["--rollout-engine", "acme", "--no-export", "--keep-last", "0", "--reward-workers", "0"]
-    refused = command.run_with_path([*argv, "--acme-label", "x"], tmp_path / "log", tmp_path / "site")
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    refused = command.run([*argv, "--acme-label", "x"], tmp_path / "log", variables=site)
     assert "--acme-label has no effect without --acme-scale above 1" in refused.err
-    result = command.run_with_path([*argv, "--acme-scale", "2.5"], tmp_path / "log", tmp_path / "site")
+    result = command.run([*argv, "--acme-scale", "2.5"], tmp_path / "log", variables=site)
     assert result.code == 0, result.err
     trained = [row for row in command.rows_of(tmp_path / "run" / "acme.jsonl") if "acme/loss" in row]
     assert [row["acme/packs"] for row in trained] == [0.0, 2.0]

@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_takes_all_parts_of_the_guide(folder: Path, checkpoint: Path) -> None:
     flags = [str(checkpoint) if word == MODEL else word for word in first_command("guide_own_parts.md")]
     flags += ["--reward-workers", "0"]  # processes take seconds to import the module
-    result = command.run_with_path(flags, folder / "log", folder)
+    result = command.run(flags, folder / "log", variables={"PYTHONPATH": str(folder)})
     assert result.code == 0, result.err
     assert "engine of" in result.out
     assert "parts 2" in result.out

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fsdptrain.cores import usable_cores
@@ -37,14 +38,6 @@ def finish(process):
 
 def ready_pids(process):
     return [int(process.stdout.readline().split()[1]) for _ in range(2)]
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 FATES = [
@@ -86,7 +79,7 @@ def test_no_rank_outlives_the_command(signum, code, line):
     pids = ready_pids(process)
     process.send_signal(signum)
     assert finish(process) == (code, "", line)
-    wait_until(lambda: not any(map(is_running, pids)), 20)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 20)
 
 
 @pytest.mark.matrix

@@ -14,9 +14,9 @@ from tests.e2e.command import TINY_RUN
 from tests.tensors import load_files
 
 TRAINED = "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained"
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp_path: Path) -> None:
     whole = tmp_path / "run"
     command.train(checkpoint, tmp_path, *TINY_RUN, "--lora-rank", "4", "--kl-loss-coef", "0.1", num_ranks=2)
@@ -37,7 +37,6 @@ def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp
     assert config["base_model_name_or_path"] == checkpoint.name  # no path of this machine
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_on_weights_in_4_bits_is_trained_resumed_and_merged_into_the_dequantized_weights(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -210,29 +210,20 @@ def test_objects_stand_in_for_names(checkpoint, tmp_path):
     """A run with objects is bitwise the run with the names of the same things."""
     used = set()
 
-    def loss(batch, logprobs, config):
-        used.add("loss")
-        return grpo_again(batch, logprobs, config)
+    def noted(function):
+        def called(*args, **kwargs):
+            used.add(function)
+            return function(*args, **kwargs)
 
-    def advantage(rewards, lengths):
-        used.add("advantage")
-        return centered(rewards, lengths)
-
-    def engine(config, *, checkpoint, device):
-        used.add("engine")
-        return build_hf_engine(config, checkpoint=checkpoint, device=device)
-
-    def optimizer(groups, options):
-        used.add("optimizer")
-        return adamw(groups, options)
+        called.__qualname__ += f".{function.__name__}"  # objects are told apart by it
+        return called
 
     more = {"lr": 1e-3, "eval_interval": 0}
-    given = Trainer(
-        config(checkpoint, tmp_path / "objects", **more), dataset=ROWS, environment=Echo(), loss=loss,
-        advantage=advantage, engine=engine, optimizer=optimizer,
-    )  # fmt: skip
-    found = given.fit()
-    assert used == {"loss", "advantage", "engine", "optimizer"}
+    functions = {"loss": grpo_again, "advantage": centered, "engine": build_hf_engine, "optimizer": adamw}
+    noting: dict[str, Any] = {name: noted(function) for name, function in functions.items()}
+    objects = config(checkpoint, tmp_path / "objects", **more)
+    found = Trainer(objects, dataset=ROWS, environment=Echo(), **noting).fit()
+    assert used == set(functions.values())
     named = config(
         checkpoint, tmp_path / "names", environment="tests.e2e.test_python_api:Echo",
         loss="tests.e2e.test_python_api:grpo_again", advantage_estimator="tests.e2e.test_python_api:centered",
@@ -242,7 +233,7 @@ def test_objects_stand_in_for_names(checkpoint, tmp_path):
     numbers = [name for name in expected if not name.startswith(("perf/", "memory/"))]
     assert {name: found[name] for name in numbers} == {name: expected[name] for name in numbers}
     written = (tmp_path / "objects" / "config.yaml").read_text()
-    assert "tests.e2e.test_python_api:test_objects_stand_in_for_names.<locals>.loss" in written
+    assert f"{__name__}:test_objects_stand_in_for_names.<locals>.noted.<locals>.called.grpo_again" in written
 
 
 @pytest.mark.parametrize(
