@@ -79,8 +79,8 @@ def values(samples: Sequence[Sample]) -> np.ndarray:
 @settings(max_examples=400)
 @given(rule=st.sampled_from(RULES), batch=batches(), seed=st.integers(0, 1000), num_ranks=st.integers(1, 4))
 def test_advantages_do_not_depend_on_ranks_or_on_the_order_of_samples(rule, batch, seed, num_ranks) -> None:
-    whole = {id_: a for id_, a in zip(_ids(batch), values(made_on_ranks([batch], rule)[0]), strict=True)}
-    groups = [list(members) for _, members in groupby(zip(_ids(batch), batch, strict=True), lambda p: p[1].group_id)]
+    whole = values(made_on_ranks([batch], rule)[0])
+    groups = [list(members) for _, members in groupby(enumerate(batch), lambda pair: pair[1].group_id)]
     numbers = Random(seed)
     shares: list[list[tuple[int, Sample]]] = [[] for _ in range(num_ranks)]
     for group in groups:
@@ -89,11 +89,7 @@ def test_advantages_do_not_depend_on_ranks_or_on_the_order_of_samples(rule, batc
         numbers.shuffle(share)
     made = made_on_ranks([[sample for _, sample in share] for share in shares], rule)
     for share, samples in zip(shares, made, strict=True):
-        np.testing.assert_allclose(values(samples), [whole[id_] for id_, _ in share], rtol=1e-9, atol=1e-9)
-
-
-def _ids(batch: Sequence[Sample]) -> range:
-    return range(len(batch))
+        np.testing.assert_allclose(values(samples), [whole[i] for i, _ in share], rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=400)

@@ -25,13 +25,10 @@ def test_sections_flat_keys_and_records_are_three_ways_to_say_the_same():
     assert flat == nested == records
 
 
-def test_no_two_options_share_a_flag():
+def test_every_option_has_a_flag_of_its_own_and_a_help_text():
     flags = [key.flag for key in all_keys().values()]
     assert len(set(flags)) == len(flags)
     assert all_keys()["fsdp_cpu_offload"].flag == "--fsdp-cpu-offload"
-
-
-def test_every_option_has_a_help_text():
     assert [key.flag for key in all_keys().values() if not key.field.description] == []
 
 

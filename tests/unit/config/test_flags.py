@@ -203,11 +203,8 @@ def test_all_problems_are_reported_at_once():
     assert [line.split()[2] for line in caught.value.lines] == ["'learning_rate':", "'epochs':"]
     with pytest.raises(ConfigError) as caught:
         Config(hf_checkpoint="x", kl_loss_type="k1", use_unbiased_kl=True, mismatch_high=3.0)
-    assert [line.split()[0] for line in caught.value.lines] == [
-        "--kl-loss-type",
-        "--use-unbiased-kl",
-        "--mismatch-high",
-    ]
+    flags = ["--kl-loss-type", "--use-unbiased-kl", "--mismatch-high"]
+    assert [line.split()[0] for line in caught.value.lines] == flags
 
 
 @pytest.mark.parametrize("flat", [flat for flat, key in all_keys().items() if is_number(key.field.annotation)])

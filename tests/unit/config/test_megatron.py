@@ -35,17 +35,6 @@ def test_ranks_that_share_packs_are_neighbors_and_must_fit() -> None:
         check_world_size(experts, 6)
 
 
-def test_groups_are_drawn_as_ranks_are_numbered() -> None:
-    split = {"megatron_tensor_parallel": 2, "megatron_pipeline_parallel": 2, "megatron_expert_parallel": 2}
-    config = Config(hf_checkpoint="x", backend="megatron", **split)
-    assert draw_grid(config, 8)[1:] == [
-        "packs [0 1 2 3] [4 5 6 7]",
-        "tensor [0 1] [2 3] [4 5] [6 7]",
-        "stages [0 2] [1 3] [4 6] [5 7]",
-        "experts [0 4] [1 5] [2 6] [3 7]",
-    ]
-
-
 def code_of_a_run() -> str:
     """Of the modules that a run on megatron-core imports, now or later: all but those of FSDP's backend alone, and the
     declarations."""

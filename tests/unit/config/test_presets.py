@@ -59,11 +59,8 @@ def test_every_algorithm_is_a_configuration_that_can_be_written_and_read(name, o
     batch += ["--opd-teacher", "y"] if name == "opd" else []
     resolved = resolve([*MODEL, "--algorithm", name, *batch])
     algorithm, preset = resolved.config.algorithm, PRESETS[name]
-    assert (algorithm.loss, algorithm.loss_aggregation, algorithm.advantage_estimator) == (
-        preset.loss,
-        preset.loss_aggregation,
-        preset.advantage_estimator,
-    )
+    for option in ("loss", "loss_aggregation", "advantage_estimator"):
+        assert getattr(algorithm, option) == getattr(preset, option)
     assert set(preset.options) | set(LOSS_OPTIONS[preset.loss].defaults) <= LOSS_OPTIONS[preset.loss].reads
     (tmp_path / "r.yaml").write_text(to_yaml(resolved.config, resolved.sources))
     assert load_recipe(tmp_path / "r.yaml") == resolved.config

@@ -64,37 +64,16 @@ def fill_gradients(model, seed, scale=1.0):
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) * scale
 
 
-def test_three_steps_are_those_of_torch_adamw_with_clipping():
-    ours, theirs = tiny_qwen3().double(), tiny_qwen3().double()
-    config = OptimConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0, lr_decay_style="linear")
-    optimizer = Optimizer(ours, config, total_steps=10, fp16=False)
-    groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    for step in range(3):
-        fill_gradients(ours, step)
-        fill_gradients(theirs, step)
-        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        for group in reference.param_groups:
-            group["lr"] = 1e-2 * (10 - step) / 10
-        reference.step()
-        assert optimizer.lr == pytest.approx(1e-2 * (10 - step) / 10)
-        assert optimizer.clip().item() == pytest.approx(norm.item(), rel=1e-12)
-        optimizer.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert {p.grad for p in ours.parameters()} == {None}
-
-
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("clip", [0.5, 1e6, 0.0])
-def test_in_float32_the_step_clips_as_a_pass_over_the_gradients_would(clip: float, offload: bool, fp16: bool):
+def test_in_float32_steps_are_scheduled_and_clipped_as_by_a_pass_over_the_gradients(
+    clip: float, offload: bool, fp16: bool
+):
+    """In float64 and with weight decay: tests/distributed/test_optimizers.py."""
     ours, theirs = tiny_qwen3(), tiny_qwen3()
     # a large epsilon: without it Adam's steps do not depend on the size of gradients
-    config = OptimConfig(lr=1e-2, adam_eps=1e-2, clip_grad=clip, offload_optimizer=offload)
+    config = OptimConfig(lr=1e-2, adam_eps=1e-2, clip_grad=clip, offload_optimizer=offload, lr_decay_style="linear")
     optimizer = Optimizer(ours, config, total_steps=10, fp16=fp16)
     reference = torch.optim.AdamW(
         theirs.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.0, fused=True
@@ -104,11 +83,13 @@ def test_in_float32_the_step_clips_as_a_pass_over_the_gradients_would(clip: floa
         fill_gradients(ours, step, scale=scale)
         fill_gradients(theirs, step)
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip or math.inf)
+        reference.param_groups[0]["lr"] = 1e-2 * (10 - step) / 10
         assert optimizer.clip().item() == pytest.approx(norm.item(), rel=1e-6)
         optimizer.step()
         reference.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=2e-8)
+    assert {p.grad for p in ours.parameters()} == {None}
     [first, *_] = reference.state.values()
     torch.testing.assert_close(state_tensors(optimizer)["model.embed_tokens.weight.exp_avg"], first["exp_avg"])
 
@@ -160,30 +141,26 @@ def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
     assert fixes[1:] == ["", ", use --bf16 instead of --fp16"]
 
 
-def test_skips_that_halve_the_loss_scale_are_no_failures_until_it_is_1():
-    model = tiny_qwen3()
-    optimizer = Optimizer(model, OptimConfig(), total_steps=10, fp16=True)
-    for _ in range(16):  # 65536 = 2^16
+def overflowed(num_steps: int, optimizer: Optimizer | None = None) -> Optimizer:
+    """After so many more steps in fp16 whose gradients are infinite."""
+    optimizer = optimizer or Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=True)
+    for _ in range(num_steps):
         optimizer.zero_grad()
         optimizer.scale(torch.tensor(1.0))
-        fill_gradients(model, 0, scale=math.inf)
+        fill_gradients(optimizer._model, 0, scale=math.inf)
         optimizer.clip()
         optimizer.skip()
+    return optimizer
+
+
+def test_skips_that_halve_the_loss_scale_are_no_failures_until_it_is_1():
+    optimizer = overflowed(16)  # 65536 = 2^16
     assert (optimizer.num_skipped, optimizer.num_failed) == (16, 0)
-    optimizer.scale(torch.tensor(1.0))
-    fill_gradients(model, 0, scale=math.inf)
-    optimizer.clip()
-    optimizer.skip()
-    assert optimizer.num_failed == 1
+    assert overflowed(1, optimizer).num_failed == 1
 
 
 def test_state_survives_json_and_a_fresh_optimizer():
-    model = tiny_qwen3()
-    optimizer = Optimizer(model, OptimConfig(), total_steps=10, fp16=True)
-    optimizer.scale(torch.tensor(1.0))
-    fill_gradients(model, 0, scale=math.inf)
-    optimizer.clip()
-    optimizer.skip()
+    optimizer = overflowed(1)
     state = json.loads(json.dumps(state_dict(optimizer)))
     fresh = Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=True)
     load_state_dict(fresh, state)

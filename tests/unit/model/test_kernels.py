@@ -30,12 +30,13 @@ def test_attention_models_have_no_fallback_on_a_cpu(name: str):
     assert fallbacks(on_meta(name, SEGMENTS), "cpu") == []
 
 
-def test_a_recurrent_mixer_without_its_packages_falls_back_to_torch():
-    found = fallbacks(on_meta("qwen3_next", SEGMENTS), "cpu")
-    assert [(k.part, k.used, k.wanted) for k in found] == [
-        ("recurrent mixer", "torch", "causal-conv1d"),
-        ("recurrent mixer", "torch", "flash-linear-attention"),
-    ]
+def test_a_recurrent_mixer_without_its_packages_falls_back_to_torch_and_strict_names_all_fallbacks():
+    model, packages = on_meta("qwen3_next", SEGMENTS), ["causal-conv1d", "flash-linear-attention"]
+    found = [(k.part, k.used, k.wanted) for k in fallbacks(model, "cpu")]
+    assert found == [("recurrent mixer", "torch", package) for package in packages]
+    with pytest.raises(ConfigError, match=f"--strict .*{packages[0]}.*{packages[1]}"):
+        require_no_fallback(kernels(model, device_type="cpu", compute_dtype=torch.float32))
+    require_no_fallback(kernels(on_meta("qwen3", SEGMENTS), device_type="cpu", compute_dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gpt_oss", "sinks"), ("gemma2", "softcap")])
@@ -65,10 +66,3 @@ def test_a_padded_layout_is_a_fallback_with_the_reason_of_the_probe():
     probe = LayoutProbe("padded", SEGMENTS, 1e-6, 1e-4, "packed with fsdptrain_segments: differs by 3.1")
     [kernel] = fallbacks(on_meta("qwen3", SEGMENTS), "cpu", probe=probe)
     assert kernel.line == "layout: padded instead of packed (packed with fsdptrain_segments: differs by 3.1)"
-
-
-def test_strict_names_all_fallbacks():
-    found = kernels(on_meta("qwen3_next", SEGMENTS), device_type="cpu", compute_dtype=torch.float32)
-    with pytest.raises(ConfigError, match=r"--strict .*causal-conv1d.*flash-linear-attention"):
-        require_no_fallback(found)
-    require_no_fallback(kernels(on_meta("qwen3", SEGMENTS), device_type="cpu", compute_dtype=torch.float32))
