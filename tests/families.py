@@ -45,6 +45,23 @@ _INKLING = {
     "swa_head_dim": 16, "sliding_window_size": 16, "mlp_layer_types": ["dense", "sparse"],
 }  # fmt: skip
 _KIMI = {"linear_head_dim": 16, "linear_num_heads": 4}
+_GEMMA3N = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "intermediate_size": [96] * 4,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "num_kv_shared_layers": 2, "laurel_rank": 8,
+}  # fmt: skip
+_MINIMAX_M3 = {
+    "dense_intermediate_size": 96, "shared_intermediate_size": 32, "rotary_dim": 8, "index_head_dim": 16,
+    "index_block_size": 8, "index_topk_blocks": 2,
+}  # fmt: skip
+_DEEPSEEK_V4 = {
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+    "mlp_layer_types": ["hash_moe", "moe"], "num_key_value_heads": 1, "q_lora_rank": 32, "o_lora_rank": 16,
+    "o_groups": 2,
+}  # fmt: skip
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16, "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
 
 # Options of a family beyond `SIZES`.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -62,15 +79,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         ["cohere2", "cwm", "exaone4", "gemma3_text", "gemma4_unified_text", "olmo3", "gpt_oss"], _BOTH_WINDOWS
     ),
     "cohere_compass_text": _BOTH_WINDOWS | _BOTH_ROPES,
-    "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "intermediate_size": [96] * 4,
-        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-        "num_kv_shared_layers": 2,
-        "laurel_rank": 8,
-        **_PER_LAYER_INPUT,
-    },
+    "gemma3n_text": _GEMMA3N | _PER_LAYER_INPUT,
     "gemma4_text": _BOTH_WINDOWS | _PER_LAYER_INPUT | {"per_layer_config": {}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 16},
     **{key: {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0} for key in ["gemma2", "vaultgemma"]},
@@ -88,28 +97,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jetmoe": {"kv_channels": 16},
     "laguna": {"num_attention_heads_per_layer": [4, 4], **_SPARSE},
     "llama4_text": {"intermediate_size_mlp": 96},
-    "minimax_m3_vl_text": {
-        "dense_intermediate_size": 96,
-        "shared_intermediate_size": 32,
-        "rotary_dim": 8,
-        "index_head_dim": 16,
-        "index_block_size": 8,
-        "index_topk_blocks": 2,
-    },
+    "minimax_m3_vl_text": _MINIMAX_M3,
     **dict.fromkeys(["axk1", "glm4_moe_lite"], _MLA | _GROUPS),
     **dict.fromkeys(["axk2", "glm_moe_dsa"], _MLA | _GROUPS | _INDEXER),
     "deepseek_v2": _MLA | _GROUPS | {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v32": _MLA | _INDEXER | _GROUPS | _SPARSE,
-    "deepseek_v4": {
-        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
-        "mlp_layer_types": ["hash_moe", "moe"],
-        "num_key_value_heads": 1,
-        "q_lora_rank": 32,
-        "o_lora_rank": 16,
-        "o_groups": 2,
-        **_INDEXER,
-    },
+    "deepseek_v4": _DEEPSEEK_V4 | _INDEXER,
     "hy_v4": _MLA | _GROUPS | _INDEXER | _SPARSE,
     "longcat_flash": _MLA
     | {"num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 2},
@@ -126,14 +120,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "n_groups": 1},
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 1,
-        "ssm_state_size": 16,
-        "moe_shared_expert_intermediate_size": 32,
-    },
+    "nemotron_h": _NEMOTRON_H,
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "mamba_ngroups": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

@@ -258,9 +258,8 @@ def test_offload_and_onload_change_nothing(tmp_path):
 def other_names(checkpoint: str):
     def loss(batch, logprobs, loss_config):
         output = LOSSES["grpo"](batch, logprobs, loss_config)
-        return dataclasses.replace(
-            output, metrics={**output.metrics, f"own/of_{dist.get_rank()}": output.loss.detach()}
-        )
+        own = {f"own/of_{dist.get_rank()}": output.loss.detach()}
+        return dataclasses.replace(output, metrics={**output.metrics, **own})
 
     backend = FSDPBackend(config(checkpoint, loss="mine:loss"), total_steps=4)
     try:

@@ -16,7 +16,7 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.structure import reshard
 from tests import zoo
-from tests.tensors import load_files
+from tests.tensors import load_files, same
 from tests.testing import save_hub, save_tiny_checkpoint, spawn, tiny_tokenizer
 
 from .sharded import load_sharded
@@ -77,14 +77,8 @@ def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
     targets = [tmp_path / f"out-{name}" for name in ARCHITECTURES]
     spawn(2, export_many, [str(p) for p in sources], [str(p) for p in targets])
     for name, source, target in zip(ARCHITECTURES, sources, targets, strict=True):
-        expected, found = load_files(source), load_files(target)
-        assert expected.keys() == found.keys(), name
-        assert all(torch.equal(expected[key], found[key]) for key in expected), name
-        index = json.loads((target / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == found.keys()
-        for file in set(index["weight_map"].values()):
-            tensors = load_file(target / file)
-            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 100_000
+        assert same(load_files(target), load_files(source)), name
+        assert len([*target.glob("model-*.safetensors")]) > 1  # their index and sizes: test_hub_files.py
         model, info = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
         assert not info["missing_keys"], name
         assert not info["unexpected_keys"], name

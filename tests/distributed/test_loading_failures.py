@@ -30,14 +30,6 @@ def _corrupt(path: Path) -> None:
     first.write_bytes(first.read_bytes()[:1000])
 
 
-def _lose_a_file(path: Path) -> None:
-    min(path.glob("*.safetensors")).unlink()
-
-
-def _break_the_index(path: Path) -> None:
-    (path / INDEX).write_text("{")
-
-
 def _point_outside(path: Path) -> None:
     weights = next(path.glob("*.safetensors")).rename(path.parent / "outside.safetensors")
     (path / INDEX).write_text(json.dumps({"weight_map": {"a": f"../{weights.name}"}}))
@@ -58,19 +50,16 @@ def _edited(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path
     return change
 
 
-HEAD = {"lm_head.weight": torch.ones(zoo.VOCAB_SIZE, zoo.HIDDEN)}
-BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+HEAD, NORM = {"lm_head.weight": torch.ones(zoo.VOCAB_SIZE, zoo.HIDDEN)}, {"model.norm.weight": torch.ones(3)}
+BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "corrupt": (_corrupt, "model-00001-of-00002.safetensors is broken"),
-    "lost file": (_lose_a_file, "lacks model-00001-of-"),
-    "broken index": (_break_the_index, "model.safetensors.index.json is broken"),
+    "lost file": (lambda path: min(path.glob("*.safetensors")).unlink(), "lacks model-00001-of-"),
+    "broken index": (lambda path: (path / INDEX).write_text("{"), "model.safetensors.index.json is broken"),
     "index that names a file outside": (_point_outside, "names ../outside.safetensors, outside this folder"),
     "lost weight": (_edited(lambda w: w.pop("model.norm.weight")), "lack model.norm.weight"),
     "one weight too many": (_edited(lambda w: w.update(stowaway=torch.ones(3))), "hold stowaway"),
     "two tied weights that differ": (_edited(lambda w: w.update(HEAD)), "ties lm_head.weight to model.embed_tokens"),
-    "another shape": (
-        _edited(lambda w: w.update({"model.norm.weight": torch.ones(3)})),
-        "of another shape than config",
-    ),
+    "another shape": (_edited(lambda w: w.update(NORM)), "of another shape than config"),
 }
 
 

@@ -36,11 +36,8 @@ def samples_and_images(folder: Path) -> tuple[list[Sample], dict[str, Images]]:
     One answer holds the token that stands for an image. In a response it is a token like any other.
     """
     processor = ImageProcessor(folder, trust_remote_code=False, image_key="images")
-    place = (
-        "<|vision_start|>"
-        if processor._processor.image_token == "<|vision_start|>"
-        else "<|vision_start|><|image_pad|><|vision_end|>"
-    )
+    only_start = processor._processor.image_token == "<|vision_start|>"
+    place = "<|vision_start|>" + ("" if only_start else "<|image_pad|><|vision_end|>")
     shown = [["red"], ["grey"], ["blue", "red"], []]
     samples, images = [], {}
     for number, names in enumerate(shown):

@@ -138,11 +138,8 @@ def _changed(built: cases.Built, folder: Path) -> list[str]:
 
 def _differing(weights: Iterator[tuple[str, Tensor]], wanted: dict[str, Tensor]) -> list[str]:
     found = dict(weights)
-    return [name for name in found.keys() | wanted.keys() if not _equal(found.get(name), wanted.get(name))]
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and torch.equal(a, b)
+    names = found.keys() & wanted.keys()
+    return [*(found.keys() ^ wanted.keys()), *(name for name in names if not torch.equal(found[name], wanted[name]))]
 
 
 def packs() -> list[PackedBatch]:

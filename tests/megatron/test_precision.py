@@ -45,14 +45,11 @@ def trained(model: Path) -> list[dict[str, Any]]:
     return spawn(2, training.train, model, model.parent / "run", {"expert_parallel": 2}, timeout=300.0)
 
 
-def test_masters_begin_as_the_files_are_and_the_model_is_their_rounding(trained) -> None:
+def test_masters_are_the_files_at_first_and_keep_steps_that_the_rounded_model_cannot_show(trained) -> None:
     for rank in trained:
         assert rank["files"]
         assert rank["dtypes"] == {"torch.bfloat16"}
         assert rank["rounded"]
-
-
-def test_steps_that_bfloat16_cannot_show_are_not_lost(trained) -> None:
     assert trained[0]["moved"] > 0.9
     assert trained[0]["shown"] < 0.1
 

@@ -17,48 +17,30 @@ from tests.megatron import cases
 from tests.megatron.training import backend_of
 from tests.testing import spawn
 
-FSDP, OWN = "use --backend fsdp", "fsdptrain: "
-# family, what its config says besides, the split, how the line begins, the way out
-CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
-    ("gemma2", {}, {}, "--backend megatron knows deepseek_v3, llama, mistral, ", FSDP),
-    ("mistral", {}, {}, "--backend megatron does not build sliding_window = 16", FSDP),
-    ("llama", {"attention_bias": True}, {}, "--backend megatron does not build attention_bias = True", FSDP),
-    ("llama", {"mlp_bias": True}, {}, "--backend megatron does not build mlp_bias = True", FSDP),
-    ("llama", {"hidden_act": "gelu"}, {}, "--backend megatron does not build hidden_act = gelu", FSDP),
-    ("llama", {}, {"tensor_parallel": 4}, "--megatron-tensor-parallel 4 must divide the 2 key-value heads", "lower it"),
-    (
-        "llama",
-        {"vocab_size": 9, "num_attention_heads": 4, "num_key_value_heads": 4},
-        {"tensor_parallel": 4},  # 3 rows each, of which the last process would have none
-        "--megatron-tensor-parallel 4 leaves a process without a part of the vocabulary of 9",
-        "lower it",
-    ),
-    (
-        "llama",
-        {"intermediate_size": 129},
-        {"tensor_parallel": 2},
-        "--megatron-tensor-parallel 2 must divide the 129 columns of each MLP",
-        "lower it",
-    ),
-    ("llama", {}, {"pipeline_parallel": 3}, "--megatron-pipeline-parallel 3 must divide the 2 layers", "lower it"),
-    ("llama", {}, {"expert_parallel": 2}, "--megatron-expert-parallel: a llama has no experts", "remove it"),
-    ("qwen3_moe", {}, {"expert_parallel": 4}, "--megatron-expert-parallel 4 must divide the 6 experts", "lower it"),
-    (
-        "qwen3_moe",
-        {"moe_intermediate_size": 47},
-        {"tensor_parallel": 2},
-        "--megatron-tensor-parallel 2 must divide the 47 columns of each MLP",
-        "lower it",
-    ),
-    (
-        "qwen3_moe",
-        {},
-        {"tensor_parallel": 2, "expert_parallel": 2},
-        "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts",
-        "leave one out",
-    ),
-    ("deepseek_v3", {"norm_topk_prob": False}, {}, "--backend megatron: norm_topk_prob off", FSDP),
+OWN = "fsdptrain: "
+TP, PP, EP = "tensor_parallel", "pipeline_parallel", "expert_parallel"
+FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+MODELS: list[tuple[str, dict[str, Any], str]] = [  # family, what its config says besides, what --backend megatron says
+    ("gemma2", {}, " knows deepseek_v3, llama, mistral, "),
+    ("mistral", {}, " does not build sliding_window = 16"),
+    ("llama", {"attention_bias": True}, " does not build attention_bias = True"),
+    ("llama", {"mlp_bias": True}, " does not build mlp_bias = True"),
+    ("llama", {"hidden_act": "gelu"}, " does not build hidden_act = gelu"),
+    ("deepseek_v3", {"norm_topk_prob": False}, ": norm_topk_prob off"),
 ]
+SPLITS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [  # what --megatron-... says, and the way out
+    ("llama", {}, {TP: 4}, "tensor-parallel 4 must divide the 2 key-value heads", "lower it"),
+    ("llama", {"intermediate_size": 129}, {TP: 2}, "tensor-parallel 2 must divide the 129 columns of each", "lower it"),
+    ("llama", {}, {PP: 3}, "pipeline-parallel 3 must divide the 2 layers", "lower it"),
+    ("llama", {}, {EP: 2}, "expert-parallel: a llama has no experts", "remove it"),
+    ("qwen3_moe", {}, {EP: 4}, "expert-parallel 4 must divide the 6 experts", "lower it"),
+    ("qwen3_moe", {"moe_intermediate_size": 47}, {TP: 2}, "tensor-parallel 2 must divide the 47 columns", "lower it"),
+    ("qwen3_moe", {}, {TP: 2, EP: 2}, "expert-parallel with --megatron-tensor-parallel gathers", "leave one out"),
+    # 3 rows of the vocabulary each, of which the last process would have none
+    ("llama", {"vocab_size": 9} | FOUR_HEADS, {TP: 4}, "tensor-parallel 4 leaves a process without a", "lower it"),
+]
+CASES = [(name, changes, {}, f"--backend megatron{line}", "use --backend fsdp") for name, changes, line in MODELS]
+CASES += [(name, changes, split, f"--megatron-{line}", out) for name, changes, split, line, out in SPLITS]
 
 
 def refusals(folder: Path) -> tuple[list[str], str]:
@@ -121,7 +103,6 @@ def test_commands_of_fsdp_alone_say_so(dense: Path, tmp_path: Path) -> None:
     ("spec", "words"),
     [
         ("nowhere", "--megatron-spec"),
-        ("other_norms", "computes other logprobs in megatron-core than in transformers"),
         ("other_rotation", "computes other logprobs in megatron-core than in transformers"),
     ],
 )

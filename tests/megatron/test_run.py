@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 from tests.megatron import cases
+from tests.tensors import load_files, same
 
 MEGATRON = ["--backend", "megatron"]
 EXPERTS = [*MEGATRON, "--megatron-expert-parallel", "2"]
@@ -64,18 +64,15 @@ def both(moe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def test_a_run_learns_on_megatron_what_it_learns_on_fsdp(both, moe) -> None:
     assert_same(both.megatron, both.fsdp)
-    found, wanted = (load_file(both.exported(name) / "model.safetensors") for name in ("megatron", "fsdp"))
-    assert found.keys() == wanted.keys() == load_file(moe / "model.safetensors").keys()
+    found, wanted = (load_files(both.exported(name)) for name in ("megatron", "fsdp"))
+    assert found.keys() == wanted.keys() == load_files(moe).keys()
 
 
 @pytest.mark.matrix
 def test_a_run_goes_on_bitwise(both, moe, tmp_path) -> None:
     rows = run(moe, both.taken_back(tmp_path), *EXPERTS)
     assert_same(rows[-2:], both.megatron[-2:], rel=0, abs=0)
-    found, wanted = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "run" / "hf", both.exported("megatron"))
-    )
-    assert all((found[name] == wanted[name]).all() for name in wanted)
+    assert same(load_files(tmp_path / "run" / "hf"), load_files(both.exported("megatron")))
 
 
 @pytest.mark.matrix
@@ -98,9 +95,7 @@ def test_a_checkpoint_of_split_experts_is_exported_by_one_process(both, tmp_path
     argv = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "hf")]
     result = command.run(argv, tmp_path)
     assert result.code == 0, result.err
-    found, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", both.exported("megatron")))
-    assert found.keys() == wanted.keys()
-    assert all((found[name] == wanted[name]).all() for name in wanted)
+    assert same(load_files(tmp_path / "hf"), load_files(both.exported("megatron")))
 
 
 @pytest.mark.matrix
@@ -122,10 +117,8 @@ def test_in_bfloat16_a_run_begins_as_on_fsdp_and_goes_on_bitwise(moe, tmp_path) 
 
 SPLITS = {
     "experts": ("--megatron-expert-parallel", "2"),
-    "tensor": (
-        *("--megatron-tensor-parallel", "2"),
-        "--gradient-checkpointing",  # the gather runs again in the backward pass
-    ),
+    # which gathers again in the backward pass
+    "tensor": ("--megatron-tensor-parallel", "2", "--gradient-checkpointing"),
     "stages": ("--megatron-pipeline-parallel", "2"),
 }
 CLOSER = ("optim/grad_norm", "policy/entropy", "policy/ratio_mean", "reward/mean", "progress/tokens")

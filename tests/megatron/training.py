@@ -33,10 +33,8 @@ def flags_of(split: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack(rank: int) -> PackedBatch:
-    batch = plain_batch(
-        [cases.tokens(1, n, seed=10 * rank + n)[0].tolist() for n in (7, 12)], device=torch.device("cpu")
-    )
-    return replace(batch, advantages=torch.arange(19).sin())
+    segments = [cases.tokens(1, n, seed=10 * rank + n)[0].tolist() for n in (7, 12)]
+    return replace(plain_batch(segments, device=torch.device("cpu")), advantages=torch.arange(19).sin())
 
 
 def steps(backend: Any, count: int) -> list[float]:

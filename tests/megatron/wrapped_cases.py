@@ -24,16 +24,11 @@ def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_s
     return layer_spec(transformer_config, changed, vp_stage=vp_stage)
 
 
-def other_norms(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
-    """Layers as a user may get them wrong: norms with another eps."""
-    from fsdptrain.megatron.model import layer_spec
-
-    transformer_config.layernorm_epsilon = 1e-3
-    return layer_spec(transformer_config, hf_config, vp_stage=vp_stage)
-
-
 def other_rotation(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
-    """Queries and keys turned by neighbors and not by halves, by the same angles: of this no fact is reported."""
+    """Layers as a user may get them wrong: queries and keys turned by neighbors and not by halves, by the same angles.
+
+    Of this no fact is reported.
+    """
     from fsdptrain.megatron.model import layer_spec
 
     transformer_config.rotary_interleaved = True

@@ -14,7 +14,7 @@ from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.seam import random_pack
+from tests.seam import gradients, random_pack
 
 OF_ROUNDING = 5.0  # times the error of float32 without the compiler
 PACKS = [(7, 1, 12, 3), (30,), (40, 10, 4, 4), (1, 1)]
@@ -45,9 +45,7 @@ def step(model, lengths: tuple[int, ...]) -> dict[str, Tensor]:
     with torch.no_grad():
         policy_logprobs(model, batch, layout="packed")
     values = policy_logprobs(model, batch, layout="packed").values
-    model.zero_grad()
-    (values * (batch.position_ids + 1).sin()).sum().backward()
-    return {"": values.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"": values.detach()} | gradients(model, (values * (batch.position_ids + 1).sin()).sum())
 
 
 @pytest.mark.slow
