@@ -83,11 +83,19 @@ def perturb(backend: FSDPBackend, version: int) -> None:
             p.mul_(1 + 0.3 * version)
 
 
-def logprobs_by_version(completion: Completion, folders: Sequence[Path], *, temperature: float) -> torch.Tensor:
-    """Return the logprob of each token under the weights of its version, of `folders` in turn. [R]
+def require_logprobs_of_versions(made: Sequence[Completion], folders: Sequence[Path], *, temperature: float) -> None:
+    """Versions do not fall, and each token has the logprob of its version, whose weights are of `folders` in turn.
 
-    The weights of a token read the prompt and all earlier tokens.
+    Also for tokens read before a sync: a cache of the old weights would change the logprobs after it.
     """
+    for completion in made:
+        assert completion.token_versions == sorted(completion.token_versions)
+        expected = _logprobs_by_version(completion, folders, temperature)
+        assert (expected - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+
+
+def _logprobs_by_version(completion: Completion, folders: Sequence[Path], temperature: float) -> torch.Tensor:
+    """[R]. The weights of a token read the prompt and all earlier tokens."""
     prompt = next(prompt.token_ids for prompt in PROMPTS if prompt.id == completion.prompt_id)
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     found = torch.zeros(len(completion.token_ids))

@@ -1,6 +1,7 @@
-"""After a push the engine answers, bit by bit, as one that was just started on the new weights; and as transformers.
+"""After a push the engine answers, bit by bit, as one that was just started on the new weights.
 
-All engines of a kind live in one process, one after the other: what is slow is to import vLLM.
+Its logprobs are compared with those of the trainer in test_colocated.py. All engines of a kind live in one process, one
+after the other: what is slow is to import vLLM.
 """
 
 import shutil
@@ -9,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.types import SamplingParams
@@ -62,38 +61,19 @@ def keep(backend: FSDPBackend, target: Path) -> None:
     shutil.copy(backend.checkpoint_path / "config.json", target)
 
 
-def start_of(case: str, folder: Path) -> Start:
-    return Start(str(folder / case), "bfloat16" if CASES[case][1]["bf16"] else "float32")
-
-
 @pytest.fixture(scope="module")
-def found(request, tmp_path_factory) -> tuple[dict[str, tuple[Answers, Answers]], dict[str, Answers], Path]:
-    """What engines said after pushes, what fresh ones said, and where the weights lie: of the cases of this session."""
+def found(request, tmp_path_factory) -> tuple[dict[str, tuple[Answers, Answers]], dict[str, Answers]]:
+    """What engines said after pushes, and what fresh ones said: of the cases of this session."""
     folder = tmp_path_factory.mktemp("pushed")
     cases = chosen(request, "case")
     [after] = spawn(1, pushed, folder, cases, timeout=600)
-    starts = {case: start_of(case, folder) for case in cases}
-    return after, fresh_answers(sys.executable, starts, [p.token_ids for p in contract.PROMPTS]), folder
+    starts = {case: Start(str(folder / case), "bfloat16" if CASES[case][1]["bf16"] else "float32") for case in cases}
+    return after, fresh_answers(sys.executable, starts, [p.token_ids for p in contract.PROMPTS])
 
 
 @pytest.mark.parametrize("case", only(FEW, CASES))
 def test_after_a_push_an_engine_equals_one_that_starts_with_the_weights(found, case):
-    after, fresh, _ = found
+    after, fresh = found
     first, second = after[case]
     assert first != second
     assert second == fresh[case]
-
-
-@pytest.mark.parametrize("case", only(FEW, [case for case, (_, more) in CASES.items() if not more["bf16"]]))
-def test_after_a_push_logprobs_are_those_of_transformers(found, case):
-    after, _, folder = found
-    model = load(start_of(case, folder))
-    for prompt, (tokens, logprobs) in zip(contract.PROMPTS, after[case][1], strict=True):
-        ids = torch.tensor([prompt.token_ids + tokens])
-        with torch.no_grad():
-            expected = model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        assert logprobs == pytest.approx(expected[len(prompt.token_ids) - 1 :].tolist(), abs=1e-4)
-
-
-def load(start: Start) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(start.model, dtype=torch.float32).eval()

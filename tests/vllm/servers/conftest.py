@@ -26,6 +26,7 @@ from tests.vllm.fresh_engine import Answers, Start, fresh_answers
 from tests.vllm.servers import cases
 
 PYTHON = os.environ.get("FSDPTRAIN_VLLM_PYTHON")
+ONE_SERVER = ["--rollout-engine", "vllm-server", "--rollout-num-servers", "1", "--rollout-kv-cache-gib", "0.05"]
 
 if PYTHON is None:
     collect_ignore_glob = ["test_*.py"]

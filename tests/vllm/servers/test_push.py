@@ -87,7 +87,7 @@ def test_servers_listen_on_the_loopback_interface(urls):
     assert listening == {"127.0.0.1"}
 
 
-def test_a_server_that_was_started_otherwise_is_refused_with_the_flags_that_it_lacks(
+def test_a_server_with_another_dtype_or_key_is_refused_and_the_key_is_in_no_file_of_the_run_and_in_no_error(
     models, urls, alone, tmp_path, monkeypatch
 ):
     options = cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path))
@@ -96,12 +96,9 @@ def test_a_server_that_was_started_otherwise_is_refused_with_the_flags_that_it_l
     monkeypatch.delenv("ROLLOUT_API_KEY")
     with pytest.raises(ConfigError, match="401"):
         build(options)
-
-
-def test_the_key_is_in_no_file_of_the_run_and_in_no_error(models, urls, alone, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_API_KEY", "another key\n")
-    with pytest.raises(ConfigError) as caught:
-        build(cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="401") as caught:
+        build(options)
     assert "another key" not in str(caught.value)
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any("another key" in text or cases.KEY in text for text in [*files, json.dumps(str(caught.value))])

@@ -1,6 +1,7 @@
 """A whole run from the command line with a server in another environment, and what remains after a kill."""
 
 import json
+import re
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from fsdptrain.vllm.server.weight_files import SHARED_MEMORY, folder_name
 from tests.e2e import command
 from tests.matrix import only
 from tests.testing import save_tiny_checkpoint, wait_until
-from tests.vllm.servers.conftest import PYTHON
+from tests.vllm.servers.conftest import ONE_SERVER, PYTHON
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -20,15 +21,14 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "deaths"),
-    only([([], ["run"])], [([], ["run"]), ([], ["server", "run"]), (["--nproc-per-node", "2"], ["server", "run"])]),
-)
+DEATHS = [([], ["run"]), ([], ["server", "run"]), (["--nproc-per-node", "2"], ["server", "run"])]
+
+
+@pytest.mark.parametrize(("ranks", "deaths"), only(DEATHS[:1], DEATHS))
 def test_a_run_ends_with_its_server_a_resume_goes_on_and_its_server_ends_with_it(tmp_path, ranks, deaths):
     """The trainer agrees with the logprobs of each server."""
     model, folder, log = save_tiny_checkpoint(tmp_path / "model", head_dim=32), tmp_path / "run", tmp_path / "log"
-    argv = ["--hf-checkpoint", str(model), *command.UNEVALUATED, "--rollout-engine", "vllm-server"]
-    argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05"]
+    argv = ["--hf-checkpoint", str(model), *command.UNEVALUATED, *ONE_SERVER, "--rollout-server-python", str(PYTHON)]
     argv += [*ranks, "--num-rollout", "1000", "--save-interval", "1", "--output-dir", str(folder)]
     for death in deaths:
         done = len(command.trained(rows(folder)))
@@ -60,26 +60,19 @@ def servers_of(run: ForkServerProcess) -> list[psutil.Process]:
     """The processes of vLLM: the one that listens, its engine and its worker."""
     everyone = psutil.Process(run.pid).children(recursive=True)
     lines = {process: " ".join(process.cmdline()) for process in everyone}
-    return [
-        process
-        for process, line in lines.items()
-        if "supervisor.py" not in line and ("vllm.entrypoints" in line or "VLLM" in line)
-    ]
+    names = re.compile("(?!.*supervisor[.]py).*(vllm[.]entrypoints|VLLM)")
+    return [process for process, line in lines.items() if names.match(line)]
 
 
-@pytest.mark.parametrize(
-    ("python", "why"),
-    only(
-        [("/nowhere/python", "No such file")],
-        [("/nowhere/python", "No such file"), (PYTHON, "unrecognized arguments: --no-such-option")],
-    ),
-)
+NO_START = [("/nowhere/python", "No such file"), (PYTHON, "unrecognized arguments: --no-such-option")]
+
+
+@pytest.mark.parametrize(("python", "why"), only(NO_START[:1], NO_START))
 def test_a_server_that_cannot_start_is_one_line_on_the_command_line(tmp_path, python, why):
     model = save_tiny_checkpoint(tmp_path / "model", head_dim=32)
-    argv = ["--hf-checkpoint", str(model), *command.TINY_RUN, "--rollout-engine", "vllm-server"]
-    argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(python), "--rollout-kv-cache-gib", "0.05"]
-    argv += ["--rollout-engine-args", "no_such_option=1"]
-    result = command.run([*argv, "--output-dir", str(tmp_path / "run")], tmp_path / "log", timeout=300)
+    argv = ["--hf-checkpoint", str(model), *command.TINY_RUN, *ONE_SERVER, "--rollout-server-python", str(python)]
+    argv += ["--rollout-engine-args", "no_such_option=1", "--output-dir", str(tmp_path / "run")]
+    result = command.run(argv, tmp_path / "log", timeout=300)
     assert result.code == 2, result.err
     [line] = [line for line in result.err.splitlines() if "server0.log" in line]
     assert "ended during its start" in line

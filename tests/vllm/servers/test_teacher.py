@@ -1,7 +1,6 @@
 """A vLLM server as a teacher gives the logprobs of its model, and its most likely tokens."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.vllm.servers.conftest import PYTHON, wait_until_up
 
 pytestmark = pytest.mark.matrix
 SEGMENTS = [[7, 8, 9, 10, 11], [30, 31], [200, 100, 50, 25, 12, 6, 3]]
-ENV, VOCAB = "TEACHER_API_KEY", 264
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +35,26 @@ def url(models, tmp_path_factory) -> Iterator[str]:
         process.close()
 
 
-def config_of(model: Path, url: str, **options: Any) -> Config:
-    limits: dict[str, Any] = {"max_tokens_per_gpu": 256, "rollout_max_response_len": 64}
-    teacher = {"opd_teacher": url}
-    return Config(**{"hf_checkpoint": str(model), "algorithm": "opd", **teacher, **limits, **options})
+@pytest.fixture
+def teach(models, url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerTeacher]:
+    """Asks the server to teach: with a key, for a tokenizer with more tokens than the model's, with options."""
+
+    def build(key: str = cases.KEY + "\n", tokens: Sequence[str] = (), **options: Any) -> ServerTeacher:
+        monkeypatch.setenv("TEACHER_API_KEY", key)
+        path, limits = models["untied"].first, {"max_tokens_per_gpu": 256, "rollout_max_response_len": 64}
+        values: dict[str, Any] = {"hf_checkpoint": str(path), "algorithm": "opd", "opd_teacher": url, **limits}
+        config = Config(**{**values, **options})
+        tokenizer = load_tokenizer(path, trust_remote_code=False)
+        tokenizer.add_tokens(list(tokens))
+        return ServerTeacher(config, tokenizer, vocab_size=264)
+
+    return build
 
 
-def test_its_scores_are_those_of_the_model(models, url: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = models["untied"].first
-    monkeypatch.setenv(ENV, cases.KEY + "\n")
-    config = config_of(path, url, opd_loss="jsd", opd_top_k=4)
-    teacher = ServerTeacher(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
+def test_its_scores_are_those_of_the_model(models, teach: Callable[..., ServerTeacher], alone: None) -> None:
     pack = plain_batch(SEGMENTS, device=torch.device("cpu"))
-    [scores] = teacher.score([pack])
-    model = AutoModelForCausalLM.from_pretrained(path)
+    [scores] = teach(opd_loss="jsd", opd_top_k=4).score([pack])
+    model = AutoModelForCausalLM.from_pretrained(models["untied"].first)
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([ids])).logits[0, :-1] for ids in SEGMENTS])
     labels = pack.labels[pack.loss_positions]
@@ -63,26 +67,14 @@ def test_its_scores_are_those_of_the_model(models, url: str, alone: None, monkey
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "HTTP 401"),
+        ({"key": "another"}, "HTTP 401"),
         ({"max_tokens_per_gpu": 512}, "serves sequences of 300 tokens"),
         ({"opd_loss": "jsd", "opd_top_k": 200}, "HTTP 400"),  # more than the server's --max-logprobs
+        ({"tokens": ["def f"]}, "with another tokenizer"),
     ],
 )
 def test_a_server_that_cannot_teach_is_refused(
-    models, url: str, options: dict, words: str, monkeypatch: pytest.MonkeyPatch
+    teach: Callable[..., ServerTeacher], options: dict[str, Any], words: str
 ) -> None:
-    path = models["untied"].first
-    monkeypatch.setenv(ENV, "another" if words == "HTTP 401" else cases.KEY)
-    config = config_of(path, url, **options)
     with pytest.raises(ConfigError, match=words):
-        ServerTeacher(config, load_tokenizer(path, trust_remote_code=False), vocab_size=VOCAB)
-
-
-def test_a_server_with_another_tokenizer_is_refused(models, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = models["untied"].first
-    monkeypatch.setenv(ENV, cases.KEY)
-    config = config_of(path, url)
-    tokenizer = load_tokenizer(path, trust_remote_code=False)
-    tokenizer.add_tokens(["def f"])
-    with pytest.raises(ConfigError, match="with another tokenizer"):
-        ServerTeacher(config, tokenizer, vocab_size=VOCAB)
+        teach(**options)
