@@ -154,7 +154,7 @@ def run_ours(side: Side) -> None:
         config |= {"kl_loss_coef": case.kl, "lora_rank": case.lora}
     config |= {"hf_checkpoint": str(options.model), "bf16": False, "seed": options.seed, "rollout_shuffle": False}
     config |= {"lr": case.lr, "adam_beta2": 0.999, "num_rollout": case.steps + 1, "output_dir": f"{side.folder}/run"}
-    config |= {"eval_interval": 0, "keep_last": 0, "export": False, "log_to": []}
+    config |= {"max_tokens_per_gpu": 1024, "eval_interval": 0, "keep_last": 0, "export": False, "log_to": []}
     given: dict[str, Any] = {} if case.sft else {"reward": last_number}
     if side.name == "ours-all":
         given["loss"] = LOSSES["grpo"]  # a loss of the user: no sample is skipped
