@@ -38,7 +38,7 @@ GENERATED = {  # page -> script and function, with its arguments
 GUIDES = ("get_started", "tutorial_*", "guide_*", "agents", "distillation", "evaluation", "sft", "coming_from_*")
 WITH_COMMANDS = [README, *sorted(path for name in GUIDES for path in DOCS.glob(f"{name}.md"))]
 OF_COMMANDS = {"--recipe", "--help", "--help-all", "--json", "--rollouts", "--num-gpus", "--gpu-memory-gib", "--output"}
-OF_COMMANDS |= {"--checkpoint", "--host-memory-gib"}
+OF_COMMANDS |= {"--checkpoint", "--host-memory-gib", "--model"}
 OF_OTHER_PROGRAMS = {
     *("--constraint", "--dry-run", "--ignore-installed"),  # pip
     *("--max-restarts", "--nnodes", "--rdzv-endpoint", "--rdzv-id"),  # torchrun
