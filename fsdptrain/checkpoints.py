@@ -18,6 +18,10 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _FOLDER.fullmatch(path.name)) if folder.is_dir() else []
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 def newest_checkpoint(run: Path) -> Path | None:
     """Return the newest complete checkpoint of the run, as seen by rank 0. Collective."""
     from fsdptrain.distributed import gather

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 LOGGER_NAMES = ("console", "wandb", "trackio")
-_OF_EVALUATIONS = (Requires("eval_interval"), IdleWith("eval_size=0"), RL_ONLY)
+_EVALUATES = (Requires("eval_interval"), IdleWith("eval_size=0"))
+_OF_EVALUATIONS = (*_EVALUATES, RL_ONLY)
 
 
 def profiled(steps: str | None) -> tuple[int, int]:
@@ -50,16 +51,23 @@ class RunConfig(Section):
     rejected, also of their files. `never`: an output_dir in use is an error. Or a checkpoint directory, which allows
     any changes."""
     save_interval: Annotated[int, Requires("keep_last")] = Field(default=50, ge=0)
-    """Rollouts between checkpoints. 0: only the last one; none if --keep-last is 0."""
+    """Rollouts between checkpoints. 0: only the last one, and those of --keep-best; none if --keep-last is 0."""
     keep_last: int = Field(default=2, ge=0)
-    """Number of checkpoints to keep; 0: write none."""
-    async_save: Annotated[bool, Requires("keep_last"), Requires("save_interval"), FSDP_ONLY] = False
+    """Number of newest checkpoints to keep; 0: write none."""
+    keep_best: Annotated[int, Requires("keep_last"), *_EVALUATES] = Field(default=0, ge=0)
+    """Also keep the checkpoints of this many steps with the best --eval-metric. An evaluation that is among them writes
+    the checkpoint of its step."""
+    keep_every: Annotated[int, Requires("keep_last"), Requires("save_interval")] = Field(default=0, ge=0)
+    """Also keep the checkpoints of all steps that are multiples of this, itself one of --save-interval. 0: none."""
+    export_every_save: Annotated[bool, Requires("keep_last")] = False
+    """Export the model with each checkpoint too, to the folder hf in it."""
+    async_save: Annotated[bool, Requires("keep_last"), Requires("save_interval", "keep_best"), FSDP_ONLY] = False
     """Continue training while a checkpoint is written from a copy of weights and optimizer state in host memory."""
     export: bool = True
     """Export the trained model to output_dir/hf at the end, for from_pretrained."""
-    export_dtype: Annotated[Literal["auto", "source", "bfloat16", "float32"], EXPORT_CHOICE, Requires("export")] = (
-        "auto"
-    )
+    export_dtype: Annotated[
+        Literal["auto", "source", "bfloat16", "float32"], EXPORT_CHOICE, Requires("export", "export_every_save")
+    ] = "auto"
     """Dtype of the exported model. `auto`: the one that the run computes with, so the export is the model that was
     evaluated. `source`: that of --hf-checkpoint. Tensors that --hf-checkpoint stores in more precision than the others
     keep it."""
@@ -74,6 +82,14 @@ class RunConfig(Section):
     """Sampling temperature of evaluations."""
     eval_greedy: Annotated[bool, *_OF_EVALUATIONS] = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
+    eval_metric: Annotated[str | None, *_EVALUATES] = None
+    """Metric of evaluations that ranks the steps: the lowest loss, perplexity, truncated or unscored is best, of others
+    the highest. Default: eval/heldout/accuracy; with `--algorithm sft`, eval/loss."""
+    early_stop_evals: Annotated[int, *_EVALUATES] = Field(default=0, ge=0)
+    """End the run after so many evaluations in a row without a new best --eval-metric. 0: never."""
+    stop_when: str | None = None
+    """End the run after the first step at which this holds: a metric of training or evaluation, one of > >= < <=, and a
+    number, e.g. 'eval/heldout/accuracy>0.9'. Default: none."""
     profile_steps: Annotated[str | None, Requires("num_rollout>0")] = Field(
         default=None, pattern=r"^[1-9]\d*(:[1-9]\d*)?$"
     )
@@ -90,6 +106,16 @@ class RunConfig(Section):
                 f"--profile-steps {self.profile_steps} must be FIRST:LAST within the {self.num_rollout} steps of "
                 "--num-rollout, e.g. 3:5"
             )
+        if self.keep_every and self.keep_every % self.save_interval:
+            yield (
+                f"--keep-every {self.keep_every} must be a multiple of --save-interval {self.save_interval}, "
+                "at which checkpoints are written"
+            )
+        if self.stop_when is not None:
+            from fsdptrain.config.stop_when import StopWhen
+
+            if StopWhen.parse(self.stop_when).of_evaluation and not config.evaluates:
+                yield f"--stop-when {self.stop_when} needs evaluations: set --eval-interval and --eval-size above 0"
 
 
 class LogConfig(Section):

@@ -9,6 +9,7 @@ from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config
+from fsdptrain.config.keys import all_keys
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row, Rows, content_hash
 from fsdptrain.data.sources import open_rows
@@ -35,7 +36,9 @@ def hold_out(
     size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if size is None else size
     rows, held_out = split_rows(rows, size, config.run.seed)
     if not held_out:
-        log.warning("nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows))
+        _tell_nothing(
+            config, f"nothing is evaluated: {len(rows)} rows are too few to hold out a tenth of; set --eval-size"
+        )
     return rows, held_out
 
 
@@ -72,4 +75,15 @@ def held_out_prompts(
     if len(prompts) < len(rows):
         line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
         log.warning(line, len(rows) - len(prompts), len(rows), budget)
+    if not prompts:
+        _tell_nothing(config, "nothing is evaluated: all held-out prompts are too long; raise --rollout-max-prompt-len")
     return prompts
+
+
+def _tell_nothing(config: Config, line: str) -> None:
+    """Warn that nothing is evaluated. Raises DataError if an option needs evaluations."""
+    needing = [flat for flat in ("keep_best", "early_stop_evals", "eval_metric") if config.is_set(flat)]
+    needing += ["stop_when"] if (config.run.stop_when or "").startswith("eval/") else []
+    if needing and config.run.num_rollout:
+        raise DataError(f"{all_keys()[needing[0]].shown(config)}: {line}")
+    log.warning(line)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: complete folders only, oldest deleted first.
+"""The checkpoints of a run: complete folders only. Those that no option keeps are deleted.
 
 <output_dir>/checkpoints/step_00000050/
     shards/*.safetensors     model (or only its adapter) and optimizer, by torch.distributed.checkpoint
@@ -6,13 +6,14 @@
     trainer.json             counters, schedule, loss scale, fingerprint of the model
     ...                      files added by the caller of `CheckpointFolder.write`
     manifest.json            the size of every file above; written last
+    hf/                      the exported model, with --export-every-save
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import list_checkpoints, set_aside
+from fsdptrain.checkpoints import EXPORT, list_checkpoints, set_aside, step_of
 from fsdptrain.distributed import any_rank, one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 
@@ -34,20 +35,24 @@ class CheckpointFolder:
     As a context manager, it waits for background writes on exit.
     """
 
-    def __init__(self, output_dir: Path, *, keep_last: int, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, output_dir: Path, *, keep_last: int, keep_every: int = 0, keep_best: int = 0, timeout_s: float = 1800.0
+    ) -> None:
         """timeout_s: how long to wait for a checkpoint that is written in the background [s]."""
         self.directory = output_dir / "checkpoints"
-        self._keep_last = keep_last
+        self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
         self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # a finished write gets its name also during a long step
         self._pending: Future[None] | None = None
         self._failure = ""  # message prefix if the last write fails
 
-    def write(self, step: int, save: Callable[[Path], Future[Any] | None]) -> Path:
+    def write(self, step: int, save: Callable[[Path], Future[Any] | None], *, ranked: Sequence[int] = ()) -> Path:
         """Write the checkpoint of `step`: call `save(folder)` on every rank, sync, rename, delete old ones. Collective.
 
         If `save` returns a write in the background, the later steps follow in a thread: see `check`. Checkpoints of
         this and later steps are deleted too: the run was resumed from before them, so they are stale.
+
+        ranked: steps of evaluations, best first.
 
         Returns the folder. Raises on all ranks if it failed on any; older checkpoints are then unchanged. `save` must
         not call collectives after code that can fail on one rank.
@@ -63,10 +68,10 @@ class CheckpointFolder:
         with raise_on_all_ranks(CheckpointError, self._failure):
             pending = save(temporary)
         if pending is not None:
-            self._pending = self._thread.submit(self._complete, pending, temporary, final)
+            self._pending = self._thread.submit(self._complete, pending, temporary, final, ranked)
             return final
         with raise_on_all_ranks(CheckpointError, self._failure):
-            self._complete(None, temporary, final)
+            self._complete(None, temporary, final, ranked)
         return final
 
     def check(self) -> None:
@@ -96,14 +101,14 @@ class CheckpointFolder:
             except Exception as failed:  # noqa: BLE001 - `error` is the reason for the end
                 logger.warning("%s: %s", self._failure, one_line(failed))
 
-    def _complete(self, pending: Future[Any] | None, temporary: Path, final: Path) -> None:
+    def _complete(self, pending: Future[Any] | None, temporary: Path, final: Path, ranked: Sequence[int]) -> None:
         """Wait for the write of all ranks; publish on rank 0."""
         if pending is not None:
             from fsdptrain.fsdp.shard_files import finish_write
 
             finish_write(pending, final, self._timeout_s)
         if dist.get_rank() == 0:
-            self._publish(temporary, final)
+            self._publish(temporary, final, ranked)
 
     def _prepare(self, temporary: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -111,7 +116,7 @@ class CheckpointFolder:
             shutil.rmtree(leftover)
         temporary.mkdir()
 
-    def _publish(self, temporary: Path, final: Path) -> None:
+    def _publish(self, temporary: Path, final: Path, ranked: Sequence[int]) -> None:
         (temporary / MANIFEST).write_text(json.dumps(_sizes(temporary), indent=2, sort_keys=True))
         sync_tree(temporary)
         paths = list_checkpoints(self.directory.parent)
@@ -120,16 +125,23 @@ class CheckpointFolder:
         doomed = {*self.directory.glob(".old-*"), *map(set_aside, stale)}
         temporary.rename(final)
         _sync(self.directory)
-        old = before[: len(before) + 1 - self._keep_last]
-        doomed |= {set_aside(path) for path in old}
+        kept = self._kept([step_of(path) for path in (*before, final)], ranked)
+        doomed |= {set_aside(path) for path in before if step_of(path) not in kept}
         for path in doomed:
             shutil.rmtree(path)
 
+    def _kept(self, steps: Sequence[int], ranked: Sequence[int]) -> set[int]:
+        """Return which of the existing `steps`, oldest first, stay. The newest one always does."""
+        best = [step for step in ranked if step in steps][: self._keep_best]
+        every = [step for step in steps if self._keep_every and step % self._keep_every == 0]
+        return {*steps[-self._keep_last :], *best, *every}
+
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Return the size of each file below `directory` but the manifest, by relative name. [bytes]"""
+    """Return the size of each file below `directory` but manifest and export, by relative name. [bytes]"""
     files = (path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
+    return {name: size for name, size in sizes.items() if not name.startswith(f"{EXPORT}/")}
 
 
 def check_manifest(directory: Path) -> None:

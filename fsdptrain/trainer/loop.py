@@ -77,22 +77,27 @@ class TrainingLoop:
         return self.run_folder.path
 
     @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best evaluation; see --eval-metric."""
+        return self._progress.evaluations and self._progress.evaluations.best
+
+    @property
     def metrics(self) -> Metrics:
         """The last value of every metric."""
         return self.report.last
 
     def run(self) -> None:
         """Train until --num-rollout, or until a request to stop; `stopped` then has the reason."""
-        self.stopped, self.stop_signal = "", None
+        self.stopped, self.stop_signal = self._progress.observe({}), None  # of the checkpoint, from which it resumes
         self.run_folder.start(self.config, self.step)
         if 0 < self.config.run.num_rollout <= self.step:
             count = f"step {self.step} of --num-rollout {self.config.run.num_rollout}"
             log.info("nothing to train: %s; fsdptrain report %s has the results", count, self.folder)
-        else:
+        elif not self.stopped:
             self._push_weights()
             self._start_rollouts()
-        if self.step == 0 or not self.config.run.num_rollout:
-            self.evaluate()
+        if (self.step == 0 and not self.stopped) or not self.config.run.num_rollout:
+            self.stop.ask(self._progress.observe(self.evaluate()))
         with self._progress.checkpoints or nullcontext() as checkpoints:
             while self.step < self.config.run.num_rollout and not self._must_stop():
                 with self._profiler(self.step + 1):
@@ -102,7 +107,7 @@ class TrainingLoop:
                     checkpoints.check()
                 ends = self._progress.is_last or (self._must_stop() and self.stop_signal is None)
                 if ends or (self._progress.is_evaluation_due and not self.stopped):
-                    self.evaluate()
+                    self.stop.ask(self._progress.observe(self.evaluate()))
                 if self._progress.is_checkpoint_due:
                     self._save()
             if self.stopped:
@@ -111,6 +116,8 @@ class TrainingLoop:
                 with self.phases("save"):
                     self.backend.export(self.folder / EXPORT)
                 self.exported = self.folder / EXPORT
+        if self._progress.evaluations is not None:
+            self._progress.evaluations.tell_best(self.folder)
 
     def _must_stop(self) -> bool:
         if not self.stopped and (request := self.stop.of_ranks()):
@@ -121,6 +128,8 @@ class TrainingLoop:
         if self.config.run.keep_last and self.step != self._progress.saved:
             self._save()
         where = f"resume from {self.folder} by the same command"
+        if self._progress.observe({}):
+            where = "change that option to resume"
         if not self.config.run.keep_last:
             where = "without a checkpoint (--keep-last 0)"
         log.warning("stopped: %s, after step %d of %d; %s", self.stopped, self.step, self.config.run.num_rollout, where)
@@ -142,6 +151,7 @@ class TrainingLoop:
             self._start_rollouts()
         values = self.report.step(rollout, steps, self.phases, self.weight_sync, trained, step=self.step)
         self._call("on_step", values)
+        self.stop.ask(self._progress.observe(values))
         self.report.log_samples(sample_rows(rollout.shown, self.tokenizer, rollout.samples), "train", self.step)
 
     def _collect(self) -> RolloutBatch:
@@ -181,14 +191,15 @@ class TrainingLoop:
         if self.step < self.config.run.num_rollout:
             self.source.run_ahead(self.step)
 
-    def evaluate(self) -> None:
+    def evaluate(self) -> Metrics:
         if self.evaluation is None:
-            return
+            return {}
         with self.phases("eval"):
             values, shown = self.evaluation.run()
         self.report.log(values, self.step)
         self.report.log_samples(sample_rows(shown, self.tokenizer), "heldout", self.step)
         self._call("on_eval", values)
+        return values
 
     def _call(self, method: str, argument: Any) -> None:
         for callback in self.trainer.callbacks:

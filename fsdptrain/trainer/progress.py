@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import PROGRESS_FILE
+from fsdptrain.checkpoints import EXPORT, PROGRESS_FILE
 from fsdptrain.config import Config
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.errors import NumericsError
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import RunFolder
+from fsdptrain.types import Metrics
 
 if TYPE_CHECKING:
     from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
@@ -34,6 +35,11 @@ class Progress:
         self._backend = backend
         self._stream = stream
         self._report = report
+        self.evaluations = None
+        if config.run.num_rollout and (config.evaluates or config.run.stop_when):
+            from fsdptrain.trainer.best import open_evaluations
+
+            self.evaluations = open_evaluations(config, folder)
         self._resume(folder)
 
     @property
@@ -50,7 +56,15 @@ class Progress:
     @property
     def is_checkpoint_due(self) -> bool:
         run = self._config.run
-        return self.is_last or bool(run.save_interval and self.step % run.save_interval == 0)
+        is_best = self.evaluations is not None and self.evaluations.is_kept(self.step)
+        return self.is_last or is_best or bool(run.save_interval and self.step % run.save_interval == 0)
+
+    def observe(self, values: Metrics) -> str:
+        """Take metrics of this step or its evaluation, or {}. Returns the option that ends the run here, and why."""
+        if self.evaluations is None:
+            return ""
+        reason = self.evaluations.observe(values, self.step, self._report.last)
+        return reason if self.step < self._config.run.num_rollout else ""
 
     def require_an_update(self) -> None:
         """Raise NumericsError at the end of a run in which every optimizer step was skipped."""
@@ -63,15 +77,19 @@ class Progress:
 
     def save(self) -> Path | None:
         """Write a checkpoint. Returns its folder; None with --keep-last 0. Collective."""
-        written = self.checkpoints and self.checkpoints.write(self.step, self._write)
+        ranked = [] if self.evaluations is None else self.evaluations.ranked
+        written = self.checkpoints and self.checkpoints.write(self.step, self._write, ranked=ranked)
         self.saved = self.step
         return written
 
     def _write(self, directory: Path) -> Future[Any] | None:
+        if self._config.run.export_every_save:
+            self._backend.export(directory / EXPORT)
         pending = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
             state |= {"num_updates": self.num_updates, "inputs": dict(self._inputs)}
+            state["evaluations"] = [] if self.evaluations is None else self.evaluations.rows
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
         return pending
 
@@ -89,4 +107,5 @@ class Progress:
 def _open_checkpoints(config: Config, run: Path) -> "CheckpointFolder":
     from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 
-    return CheckpointFolder(run, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout)
+    keep = {name: getattr(config.run, name) for name in ("keep_last", "keep_every", "keep_best")}
+    return CheckpointFolder(run, **keep, timeout_s=config.launch.dist_timeout)

@@ -24,11 +24,14 @@ class RunResult(Mapping[str, float]):
     model: Path | None
     """Folder of the exported model, for from_pretrained; None if the run did not export one."""
     stopped: str
-    """Why the run ended early: `Ctrl-C`, `SIGTERM`, or the reason of a callback. Empty for a whole run."""
+    """Why the run ended early: `Ctrl-C`, `SIGTERM`, the reason of a callback, or an option such as `--stop-when`. Empty
+    for a whole run."""
     metrics: Metrics = field(repr=False)
     """The last value of every metric."""
     stop_signal: int | None = field(default=None, repr=False)
     """Number of the signal that ended the run early."""
+    best: tuple[int, float] | None = None
+    """Step and value of the best evaluation by `--eval-metric`; step 0 is before training. None without evaluations."""
 
     @property
     def evaluation(self) -> Metrics:

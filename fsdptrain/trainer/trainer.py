@@ -129,7 +129,7 @@ class Trainer:
 
                 push(self.config.run.push_to_hub, loop.folder / EXPORT)
             metrics = dict(loop.metrics)
-            return RunResult(loop.step, loop.folder, loop.exported, loop.stopped, metrics, loop.stop_signal)
+            return RunResult(loop.step, loop.folder, loop.exported, loop.stopped, metrics, loop.stop_signal, loop.best)
 
     @property
     def model(self) -> nn.Module:

@@ -131,28 +131,6 @@ def test_experts_that_were_sharded_over_another_dim_come_back_bitwise(tmp_path):
     assert same(saved, loaded)
 
 
-def keep_last(directory: str):
-    model, optimizer = build()
-    folder = CheckpointFolder(Path(directory), keep_last=2)
-    assert newest_checkpoint(folder.directory.parent) is None
-    history = []
-    for step in (1, 2, 3, 2):  # the last: the run was taken back to step 1
-        folder.write(step, lambda path, step=step: save_checkpoint(path, model, optimizer, step=step))
-        dist.barrier()
-        history.append((sorted(os.listdir(folder.directory)), newest_checkpoint(folder.directory.parent).name))
-    return history
-
-
-def test_the_last_k_stay_and_an_abandoned_future_goes(tmp_path):
-    history = spawn(2, keep_last, str(tmp_path))[1]
-    assert history == [
-        (["step_00000001"], "step_00000001"),
-        (["step_00000001", "step_00000002"], "step_00000002"),
-        (["step_00000002", "step_00000003"], "step_00000003"),
-        (["step_00000002"], "step_00000002"),
-    ]
-
-
 def fail_while_writing(directory: str, failing_rank: int):
     model, optimizer = build()
     folder = CheckpointFolder(Path(directory), keep_last=1)

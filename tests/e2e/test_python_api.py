@@ -1,6 +1,7 @@
 """A run from Python: objects in place of names, callbacks, the result, and an open run."""
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from fsdptrain import Callback, Config, Trainer, load_recipe
+from fsdptrain import Callback, Config, RunResult, Trainer, load_recipe
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.checkpoints import list_checkpoints, step_of
 from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.fsdp.optimizers import adamw
 from fsdptrain.fsdp.shards import local_shard
@@ -274,3 +276,60 @@ def test_an_argument_of_another_trainer_gets_a_hint(arguments, lines, tmp_path):
     assert len(caught.value.lines) == len(lines)
     for line, begin in zip(caught.value.lines, lines, strict=True):
         assert line.startswith(begin)
+
+
+def fit(checkpoint: Path, run: Path, *callbacks: Callback, **values: Any) -> tuple[RunResult, list[int]]:
+    """Also return the steps of the checkpoints that remain."""
+    values = {"eval_size": 2, "eval_interval": 1, "save_interval": 0, "keep_last": 1, **values}
+    result = Trainer(config(checkpoint, run, **values), reward=vowels, dataset=ROWS, callbacks=callbacks).fit()
+    return result, [step_of(path) for path in list_checkpoints(run)]
+
+
+def test_the_best_checkpoints_stay_also_over_a_resume_and_a_step_back_forgets_later_ones(checkpoint, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = {"keep_best": 2, "eval_metric": "eval/heldout/reward_mean", "num_rollout": 5, "lr": 1e-2}
+    result, steps = fit(checkpoint, whole, **options)
+    values = result.history["eval/heldout/reward_mean"].tolist()
+    order = sorted(range(6), key=lambda step: (-values[step], step))
+    assert result.best == (order[0], values[order[0]])
+    assert steps == sorted({5, *[step for step in order if step][:2]})
+    fit(checkpoint, parts, Recorder(stop_after=2), **options)
+    for run in (parts, whole):
+        again, found = fit(checkpoint, run, **options)
+        assert (again.best, found) == (result.best, steps)
+    back, _ = fit(checkpoint, whole, **{**options, "resume": str(list_checkpoints(whole)[0]), "num_rollout": steps[0]})
+    assert back.best == max(enumerate(values[: steps[0] + 1]), key=lambda pair: pair[1])
+
+
+def test_patience_ends_a_run_and_each_resume_until_it_is_raised(checkpoint, tmp_path):
+    for patience, end in ((2, 2), (2, 2), (3, 3), (0, 4)):
+        result, steps = fit(checkpoint, tmp_path, early_stop_evals=patience, num_rollout=4, pass_threshold=99.0)
+        assert (result.step, result.best, steps) == (end, (0, 0.0), [end]), "the model is never right"
+        reason = f"--early-stop-evals {patience} (best eval/heldout/accuracy: 0 at step 0)"
+        assert result.stopped == (reason if patience else "")
+
+
+def stop(checkpoint: Path, folder: Path) -> tuple[Any, ...]:
+    errors = []
+    for values in ({"eval_metric": "eval/heldout/pass@2"}, {"stop_when": "reward/men>1"}):
+        with pytest.raises(ConfigError) as caught:
+            fit(checkpoint, folder / "other", **values)
+        errors.append(str(caught.value))
+    options = {"stop_when": "progress/samples>=8", "export": True, "export_every_save": True, "eval_interval": 9}
+    result, steps = fit(checkpoint, folder / "run", **options)
+    return result.stopped, steps, list(result.history["eval/heldout/accuracy"].dropna().index), errors
+
+
+def test_ranks_stop_at_the_same_step_with_an_evaluation_a_checkpoint_and_its_export(checkpoint, tmp_path):
+    first, second = spawn(2, stop, checkpoint, tmp_path)
+    assert first == second
+    assert first[:3] == ("--stop-when progress/samples>=8 (it is 8)", [2], [0, 2])
+    of_evaluation, of_step = first[3]
+    line = "--eval-metric: no metric eval/heldout/pass@2; did you mean 'eval/heldout/pass@1'?; evaluations have eval/"
+    assert of_evaluation.startswith(line)
+    assert of_step.startswith("--stop-when: no metric reward/men; did you mean 'reward/mean'?; steps have reward/")
+    [saved], run = list_checkpoints(tmp_path / "run"), tmp_path / "run"
+    exported, last = (AutoModelForCausalLM.from_pretrained(at).state_dict() for at in (saved / "hf", run / "hf"))
+    assert all(torch.equal(exported[name], weight) for name, weight in last.items())
+    shutil.rmtree(saved / "hf")  # no part of what a resume needs
+    assert fit(checkpoint, run, eval_interval=9)[1] == [3]

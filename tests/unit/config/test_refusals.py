@@ -90,6 +90,8 @@ def test_a_declared_rule_refuses_its_conditions_in_one_line_and_nothing_else(fla
         ("--opsm-delta 1", "--opsm-delta has no effect without --use-opsm: add it, or leave --opsm-delta out"),
         ("--lora-alpha 8", "--lora-alpha has no effect without --lora-rank: set it, e.g. 32"),
         ("--eval-interval 0 --eval-size 4", "--eval-size has no effect with --eval-interval 0: remove it"),
+        ("--keep-best 1 --eval-interval 0", "--keep-best has no effect with --eval-interval 0: remove it"),
+        ("--async-save --save-interval 0", "--async-save has no effect without --save-interval or --keep-best: add it, or leave --async-save out"),
         ("--min-lr 1e-7", "--min-lr has no effect with --lr-decay-style constant: choose linear or cosine"),
         ("--lora-rank 8 --backend megatron", "--lora-rank 8 does not work with --backend megatron: leave one of them out"),
         ("--algorithm sft --mask-truncated", "--mask-truncated has no effect with --algorithm sft: remove it, or use another --algorithm, e.g. grpo"),
@@ -105,6 +107,9 @@ def test_the_line_of_a_rule_names_the_options_and_the_fix(argv: str, line: str) 
 COMPUTED = """
 --profile-steps 190:201 | --profile-steps 190:201; 200 steps | --num-rollout 201
 --profile-steps 5:3 | --profile-steps 5:3; FIRST:LAST | --profile-steps 3:5
+--keep-every 75 | --keep-every 75; multiple of --save-interval 50 | --keep-every 100
+--stop-when eval/heldout/accuracy=0.9 | --stop-when; > >= < <=; in quotes; 'eval/heldout/accuracy=0.9' | --stop-when reward/mean>=.9
+--stop-when eval/loss<1 --eval-interval 0 | --stop-when eval/loss<1; --eval-interval | --stop-when optim/grad_norm<-1e-3
 --algorithm opd | --algorithm opd; --opd-teacher | --opd-teacher y
 --advantage-estimator none | --advantage-estimator none; --opd-teacher | --opd-teacher y
 --opd-teacher y --algorithm gspo | --opd-loss token; --loss gspo | --opd-loss jsd

@@ -17,6 +17,7 @@ from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
 from tests.testing import tiny_tokenizer
 
 LONG = "a" * 60
+LONG_PROMPTS = "nothing is evaluated: all held-out prompts are too long; raise --rollout-max-prompt-len"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ LONG = "a" * 60
         (9, 0, None, 0, ["nothing is evaluated: 9 rows are too few to hold out a tenth of; set --eval-size"]),
         (9, 0, 0, 0, []),
         (9, 0, 2, 2, []),
-        (0, 3, 2, 0, ["evaluations leave out 2 of 2 prompts, which are longer than 40 tokens"]),
+        (0, 3, 2, 0, ["evaluations leave out 2 of 2 prompts, which are longer than 40 tokens", LONG_PROMPTS]),
     ],
 )
 def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, held_out, told, caplog) -> None:
@@ -41,6 +42,9 @@ def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, h
     prompts = build_data(config, tiny_tokenizer(), rows, None).prompts
     assert len(prompts) == held_out
     assert [record.getMessage() for record in caplog.records] == told
+    if told and num_short:
+        with pytest.raises(DataError, match="^--keep-best 1: nothing is evaluated: 9 rows"):
+            build_data(config.with_values(keep_best=1), tiny_tokenizer(), rows, None)
 
 
 def test_thinking_mode_is_off_for_the_default_data_only(caplog):
