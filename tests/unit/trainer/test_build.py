@@ -43,7 +43,7 @@ def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, h
     assert len(prompts) == held_out
     assert [record.getMessage() for record in caplog.records] == told
     if told and num_short:
-        with pytest.raises(DataError, match="^--keep-best 1: nothing is evaluated: 9 rows"):
+        with pytest.raises(DataError, match=r"^--keep-best 1: nothing is evaluated: 9 rows"):
             build_data(config.with_values(keep_best=1), tiny_tokenizer(), rows, None)
 
 
