@@ -139,6 +139,9 @@ class Keywords(TypedDict, total=False):
     resume: str
     save_interval: int
     keep_last: int
+    keep_best: int
+    keep_every: int
+    export_every_save: bool
     async_save: bool
     export: bool
     export_dtype: Literal["auto", "source", "bfloat16", "float32"]
@@ -147,6 +150,9 @@ class Keywords(TypedDict, total=False):
     n_samples_per_eval_prompt: int
     eval_temperature: float
     eval_greedy: bool
+    eval_metric: str | None
+    early_stop_evals: int
+    stop_when: str | None
     profile_steps: str | None
     verify_weight_sync: bool
     log_to: str | list[str]
