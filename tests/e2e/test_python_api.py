@@ -327,7 +327,7 @@ def test_ranks_stop_at_the_same_step_with_an_evaluation_a_checkpoint_and_its_exp
     of_evaluation, of_step = first[3]
     line = "--eval-metric: no metric eval/heldout/pass@2; did you mean 'eval/heldout/pass@1'?; evaluations have eval/"
     assert of_evaluation.startswith(line)
-    assert of_step.startswith("--stop-when: no metric reward/men; did you mean 'reward/mean'?; steps have reward/")
+    assert of_step.startswith("--stop-when: no metric reward/men; did you mean 'reward/mean'?; steps have completion/")
     [saved], run = list_checkpoints(tmp_path / "run"), tmp_path / "run"
     exported, last = (AutoModelForCausalLM.from_pretrained(at).state_dict() for at in (saved / "hf", run / "hf"))
     assert all(torch.equal(exported[name], weight) for name, weight in last.items())
