@@ -8,15 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.checkpoints import (
-    CONFIG_FILE,
-    EXPORT,
-    list_checkpoints,
-    newest_checkpoint,
-    set_aside,
-    step_of,
-    touch_private,
-)
+from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, list_checkpoints, newest_checkpoint, set_aside, touch_private
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -48,7 +40,7 @@ class RunFolder:
                 if not self.restarted:
                     touch_private(self.path / CONFIG_FILE)  # mappings may hold keys
                     (self.path / CONFIG_FILE).write_text(to_yaml(config))
-                later = [path for path in list_checkpoints(self.path) if step_of(path) > step]
+                later = [path for path in list_checkpoints(self.path) if int(path.name.removeprefix("step_")) > step]
                 for path in later if config.run.num_rollout else ():  # else an evaluation
                     log.warning("%s is set aside: the run goes on from step %d", path, step)
                     set_aside(path)
