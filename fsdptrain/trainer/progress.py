@@ -107,5 +107,5 @@ class Progress:
 def _open_checkpoints(config: Config, run: Path) -> "CheckpointFolder":
     from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 
-    keep = {name: getattr(config.run, name) for name in ("keep_last", "keep_every", "keep_best")}
-    return CheckpointFolder(run, **keep, timeout_s=config.launch.dist_timeout)
+    best, every, timeout_s = config.run.keep_best, config.run.keep_every, config.launch.dist_timeout
+    return CheckpointFolder(run, keep_last=config.run.keep_last, keep_best=best, keep_every=every, timeout_s=timeout_s)
