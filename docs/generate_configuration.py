@@ -75,7 +75,7 @@ def _takes(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_takes(choice) for choice in args if choice is not type(None))
     if origin is list:
-        return "texts"
+        return "texts" if args[0] is not int else "whole numbers"
     if origin is dict:
         return "`key=value`, several"
     return {bool: "yes or no", int: "whole number", float: "number", str: "text"}[annotation]

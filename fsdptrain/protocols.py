@@ -47,7 +47,7 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Return `num_samples` completions for each prompt, in prompt order.
 
-        An engine may stop at a prompt's `max_tokens`; the caller truncates longer completions.
+        An engine may stop at a prompt's `max_tokens` and at `sampling.stop`; the caller truncates longer completions.
         """
         ...
 

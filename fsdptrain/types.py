@@ -113,7 +113,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1: off
     min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # in addition to those of the model
+    stop: tuple[str, ...] = ()  # texts that end a response and belong to it
     seed: int = 0
     with_routes: bool = False  # record the experts that each token was routed to
 

@@ -76,6 +76,15 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def splitting_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are the runs of 1 to 3 bytes of `text`: they begin and end within characters."""
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    runs = sorted({letters[i : i + size] for i in range(len(letters)) for size in (1, 2, 3)})
+    backend = Tokenizer(models.BPE(vocab={run: i for i, run in enumerate(runs)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
     """Return a random float32 Qwen3 with about 0.1 M parameters and the vocabulary of `tiny_tokenizer`."""
     config = Qwen3Config(

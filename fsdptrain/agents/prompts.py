@@ -16,6 +16,7 @@ from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import reads, render_calls
 from fsdptrain.data.text import render_chat, response_text, tokens_of
 from fsdptrain.errors import DataError
+from fsdptrain.rollout.stop_strings import stop_end
 from fsdptrain.types import Message
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -59,23 +60,20 @@ class CallRenderer:
         except DataError as error:
             raise DataError(f"the chat template does not support these messages: {error}") from error
 
-    def until_stop(self, token_ids: Sequence[int], stop: Sequence[str], *, stopped: bool) -> tuple[int, str, bool]:
-        """Cut a response at the first of the texts `stop`. Returns the number of tokens, the text, and whether it was
-        cut: the tokens end with the one that completes the stop text, which the text does not contain.
+    def until_stop(
+        self, token_ids: Sequence[int], stop: Sequence[str], kept: Sequence[str] = (), *, stopped: bool
+    ) -> tuple[int, str, bool]:
+        """Cut a response at the first of the texts `stop` and `kept`. Returns the number of tokens, the text, and
+        whether it was cut: the tokens end with the one that completes the stop text.
 
-        stopped: the response ends with a stop token, which the text does not contain."""
-        text = response_text(token_ids, self.tokenizer, stopped=stopped)
+        The text contains it if it is one of `kept`. stopped: the response ends with a stop token, which the text does
+        not contain."""
+        end = stop_end(token_ids, [*stop, *kept], self.tokenizer) if stop or kept else None
+        if end is None:
+            return len(token_ids), response_text(token_ids, self.tokenizer, stopped=stopped), False
+        text = response_text(token_ids[:end], self.tokenizer, stopped=False)
         places = [place for place in (text.find(word) for word in stop) if place >= 0]
-        if not places:
-            return len(token_ids), text, False
-        low, high = 1, len(token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            if any(word in response_text(token_ids[:middle], self.tokenizer, stopped=False) for word in stop):
-                high = middle
-            else:
-                low = middle + 1
-        return low, text[: min(places)], True
+        return end, text[: min(places, default=len(text))], True
 
     def tool_calls_of(
         self,

@@ -26,6 +26,7 @@ from fsdptrain.model.loading.meta import model_config, resolve_checkpoint
 from fsdptrain.protocols import RolloutEngine
 from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.values import to_result
+from fsdptrain.rollout.stop_strings import cut
 from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.environment import Agent
@@ -132,13 +133,13 @@ class OpenEpisodes:
         finally:
             for future in futures:
                 future.cancel()
-        cut = [self._cut(completion, call, max_tokens) for completion in completions]
-        choices = [self._choice(*row, call, prompt_ids, (number, i)) for i, row in enumerate(cut)]
+        rows = [self._cut(completion, call, max_tokens, episode.sampling.stop) for completion in completions]
+        choices = [self._choice(*row, call, prompt_ids, (number, i)) for i, row in enumerate(rows)]
         with self._lock:
             if self._open.get(episode.key) is not episode:
                 raise CallError(401, "the episode has ended")
             start = parent.end if parent else 0
-            for index, (choice, (completion, text)) in enumerate(zip(choices, cut, strict=True)):
+            for index, (choice, (completion, text)) in enumerate(zip(choices, rows, strict=True)):
                 message = assistant_message(choice.content, choice.tool_calls)
                 answered = AnsweredCall(
                     parent,
@@ -176,23 +177,17 @@ class OpenEpisodes:
         except KeyError:
             raise CallError(401, "the episode has ended") from None
 
-    def _cut(self, completion: Completion, call: ModelCall, max_tokens: int) -> tuple[Completion, str]:
-        """Cut at the limit, which an engine may ignore, and at the stop texts of the call. Returns the text too."""
+    def _cut(
+        self, completion: Completion, call: ModelCall, max_tokens: int, kept: Sequence[str]
+    ) -> tuple[Completion, str]:
+        """Cut at the limit, which an engine may ignore, and at the stop texts of the call and of the run. Returns the
+        text too, which keeps those of the run."""
         ids = completion.token_ids[:max_tokens]
         ended = completion.finish_reason == "stop" and len(ids) == len(completion.token_ids)
-        count, text, stopped = self.renderer.until_stop(ids, call.stop, stopped=ended)
+        count, text, stopped = self.renderer.until_stop(ids, call.stop, kept, stopped=ended)
         if count == len(completion.token_ids):
             return replace(completion, finish_reason="stop") if stopped else completion, text
-        versions, routes = completion.versions, completion.routes
-        cut = replace(
-            completion,
-            token_ids=ids[:count],
-            logprobs=completion.logprobs[:count],
-            finish_reason="stop" if stopped else "length",
-            versions=None if versions is None else versions[:count],
-            routes=None if routes is None else routes[: len(routes) - len(completion.token_ids) + count],
-        )
-        return cut, text
+        return cut(completion, count, "stop" if stopped else "length"), text
 
     def _choice(
         self, completion: Completion, text: str, call: ModelCall, prompt_ids: Sequence[int], number: tuple[int, int]

@@ -127,6 +127,8 @@ class Keywords(TypedDict, total=False):
     rollout_top_p: float
     rollout_top_k: int | None
     rollout_min_p: float
+    rollout_stop: str | list[str]
+    rollout_stop_token_ids: list[int]
     rollout_max_batch_tokens: int
     rollout_shuffle: bool
     rollout_seed: int

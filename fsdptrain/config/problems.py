@@ -57,7 +57,7 @@ def describe(annotation: Any) -> str:
         return " or ".join(describe(choice) for choice in args if choice is not type(None))
     if origin is list:
         choices = get_args(args[0])
-        return f"a list of {', '.join(map(str, choices))}" if choices else "a list of texts"
+        return f"a list of {', '.join(map(str, choices)) or _NOUNS[args[0]][2:] + 's'}"
     if origin is dict:
         return "a mapping (on the command line: key=value ...)"
     return _NOUNS[annotation]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, RL_ONLY, TUNING, IdleWith, Package, Problem, Requires
-from fsdptrain.config.section import Section
+from fsdptrain.config.section import Names, Section
 from fsdptrain.registry import misnamed
 
 if TYPE_CHECKING:
@@ -81,6 +81,10 @@ class RolloutConfig(Section):
     min_p: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0, le=1.0)
     """Keep tokens whose probability is at least min_p times that of the most likely token. The trainer's logprobs use
     the same set."""
+    stop: Annotated[Names, RL_ONLY] = Field(default=[])
+    """Texts that end a response and belong to it, in evaluations too, e.g. `</answer>`. See docs/rollouts.md."""
+    stop_token_ids: Annotated[list[int], RL_ONLY] = Field(default=[])
+    """Token ids that end a response, in evaluations too, in addition to those of the model."""
     max_batch_tokens: Annotated[int, NEUTRAL, RL_ONLY, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
         default=262_144, ge=1
     )
@@ -93,6 +97,9 @@ class RolloutConfig(Section):
     def problems(self, config: "Config") -> Iterator[Problem]:
         """Report an unknown engine, and lengths that do not fit into a pack or into the embedded engine's cache."""
         yield from misnamed("--rollout-engine", self.engine, ENGINE_NAMES, "rollout")
+        for text in self.stop:
+            if not text or "\ufffd" in text:  # which stands for a part of a character
+                yield f"--rollout-stop {text!r}: it must be a text without U+FFFD"
         budget, prompt, response = config.max_tokens_per_pack, self.max_prompt_len, self.max_response_len
         is_sft = config.algorithm.algorithm == "sft"
         if not is_sft and response >= budget:

@@ -41,6 +41,8 @@ def sampling_params(config: Config, **changes: Any) -> SamplingParams:
         "top_p": rollout.top_p,
         "top_k": rollout.top_k or -1,
         "min_p": rollout.min_p,
+        "stop_token_ids": tuple(rollout.stop_token_ids),
+        "stop": tuple(rollout.stop),
         "seed": rollout.seed,
     }
     return SamplingParams(**values | changes)

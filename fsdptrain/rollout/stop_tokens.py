@@ -70,7 +70,7 @@ def _of_generation_config(checkpoint: Path, limit: float) -> tuple[int, ...]:
         found = GenerationConfig.from_pretrained(checkpoint)
         ids = _as_ids(found.eos_token_id)
         if idle := [key for key in _IDLE if getattr(found, key, None) not in (None, [], _NEUTRAL.get(key))]:
-            _tell(_UNREAD, ", ".join(idle))
+            _tell(_UNREAD, ", ".join(idle).replace("stop_strings", "stop_strings (--rollout-stop sets them)"))
     except Exception as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: {name} cannot be read: {one_line(error)}") from error
     if not all(type(token) is int and 0 <= token < limit for token in ids):

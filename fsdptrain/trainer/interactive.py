@@ -10,7 +10,7 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.loop import TrainingLoop
-from fsdptrain.trainer.samples.single_turn import text_of
+from fsdptrain.trainer.samples.single_turn import generate_with, text_of
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.trainer.trainer import Messages
 from fsdptrain.types import Metrics
@@ -44,8 +44,8 @@ def generate_texts(
         data = loop.stream.data  # with the system prompt of the run
         made = [make_prompt(row, loop.tokenizer, data=data) for row in rows]
     with _current_weights(loop), loop.phases("eval"), raise_on_all_ranks(RolloutError, "generate"):
-        completions = engine.generate(own_share(made), sampling)
-        texts = [text_of(completion, loop.tokenizer) for completion in completions]
+        completions = generate_with(engine, loop.tokenizer, in_flight=False)(own_share(made), sampling)
+        texts = [text_of(completion, loop.tokenizer, sampling.stop) for completion in completions]
     everywhere = [text for of_rank in gather(texts) for text in of_rank]
     return [everywhere[i : i + num_samples] for i in range(0, len(everywhere), num_samples)]
 

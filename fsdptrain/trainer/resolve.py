@@ -58,6 +58,11 @@ def resolve(config: Config, tokenizer: PreTrainedTokenizerBase, environment: "Lo
 
     Resolving it again changes nothing, so a run resumes with the same values. Collective.
     """
+    stop = {*config.rollout.stop_token_ids}
+    if stop and (unknown := stop - {*tokenizer.get_vocab().values()}):
+        raise ConfigError(
+            f"--rollout-stop-token-ids {min(unknown)}: the tokenizer of --hf-checkpoint has no such token: remove it"
+        )
     with raise_on_all_ranks(ConfigError, "--environment"):
         values = environment.values_for(config) if environment is not None else {}
     config = config.with_values(**values)

@@ -80,8 +80,8 @@ class VLLMEngine:
         self.policy_version = 0
         self._sleeps = bool(options.get("enable_sleep_mode"))
         self._has_weights = False
-        fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
-        options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
+        fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs"}
+        options = {"load_format": "dummy", "skip_tokenizer_init": True, **options, **fixed, "disable_log_stats": True}
         with preserve_rng_state():  # vLLM seeds the generators of the process
             self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
         self._ranks: dist.ProcessGroup | None = None
@@ -258,6 +258,7 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     request_batch_invariance(config, on_gpu=on_gpu)
     options = engine_options(config, checkpoint, on_gpu=on_gpu)
     options |= {"seed": config.rollout.seed, "enforce_eager": not on_gpu, "enable_sleep_mode": on_gpu}
+    options["skip_tokenizer_init"] = not config.rollout.stop
     if on_gpu:
         torch.accelerator.empty_cache()
         options["gpu_memory_utilization"] = memory_utilization(*device_memory())

@@ -98,7 +98,10 @@ def sampling_options(
         "ignore_eos": True,  # `stop_token_ids` alone end a response
         "logprobs": 0,  # of the sampled token only
         "seed": _seed_of(sampling.seed, prompt.id, index),
-        "detokenize": False,
+        "stop": list(sampling.stop),  # found later if its last token ends within a character: callers cut
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "detokenize": bool(sampling.stop),
     }
 
 

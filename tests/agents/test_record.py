@@ -147,6 +147,7 @@ def test_a_response_is_cut_at_a_stop_text_after_the_token_that_completes_it():
     renderer = CallRenderer(TOKENIZER, DataConfig())
     ids = TOKENIZER("one. two")["input_ids"]
     assert renderer.until_stop(ids, [". t", "x"], stopped=False) == (len("one. t"), "one", True)
+    assert renderer.until_stop(ids, ["x"], [". t"], stopped=False) == (len("one. t"), "one. t", True)
     assert renderer.until_stop(ids, ["three"], stopped=False) == (len(ids), "one. two", False)
     assert renderer.until_stop(ids, [], stopped=False) == (len(ids), "one. two", False)
 

@@ -42,7 +42,8 @@ OF_COMMANDS |= {"--checkpoint", "--host-memory-gib", "--model"}
 OF_OTHER_PROGRAMS = {
     *("--constraint", "--dry-run", "--ignore-installed"),  # pip
     *("--max-restarts", "--nnodes", "--rdzv-endpoint", "--rdzv-id"),  # torchrun
-    *("--generation-config", "--shm-size", "--tasks", "--include_path"),  # vLLM, docker, lm_eval
+    *("--generation-config", "--enable-scale-out", "--tokens-only"),  # vLLM
+    *("--shm-size", "--tasks", "--include_path"),  # docker, lm_eval
 }
 ELLIPSIS = "..."
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import Config
 from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.rollout.stop_strings import cut_at_stop, open_tokenizer
 from fsdptrain.rollout.weight_sync.sync import build_verifier
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier
+from fsdptrain.trainer.samples.single_turn import generate_with
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.agreement import build as build_engine
 from tests.agreement import difference
+from tests.testing import save_tiny_checkpoint, splitting_tokenizer
 
 LONG = Prompt("long", [5 + i % 200 for i in range(300)], "")  # more than two blocks of the prefix cache
 PROMPTS = [Prompt("a", [9, 8, 7], ""), Prompt("b", [20] * 17, ""), LONG]
@@ -75,6 +79,27 @@ def agreements(
             found.append(difference(backend, PROMPTS, completions))
         assert [c.policy_version for c in completions] == [version] * 6
     return found
+
+
+def require_stops(folder: Path, options: dict[str, Any]) -> None:
+    """Completions end as if others were cut at the stop strings. Most tokens of the model end within a character."""
+    text = "".join(f"{chr(97 + i % 13)}{chr(0x4E00 + 97 * i)}" for i in range(26))
+    splitting_tokenizer(text).save_pretrained(save_tiny_checkpoint(folder, head_dim=32))
+    stop = ("c", "h", text[1:3])
+    backend, engine = build({**options, "rollout_stop": [*stop]})
+    try:
+        engine.update_weights(backend.hf_weights(engine.weight_naming), 0)
+        tokenizer, sampling = open_tokenizer(folder, False), replace(SAMPLING, num_samples=8)
+        prompts = [Prompt(text, tokenizer.convert_tokens_to_ids([text]), "") for text in "abde"]  # whole characters
+        free = engine.generate(prompts, sampling)
+        made = generate_with(engine, tokenizer, in_flight=False)(prompts, replace(sampling, stop=stop))
+    finally:
+        engine.close()
+    assert "stop" in {completion.finish_reason for completion in made}
+    for one, other in zip(made, free, strict=True):
+        expected = cut_at_stop(other, stop, tokenizer)
+        assert (one.token_ids, one.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert len(one.logprobs) == len(one.token_ids)
 
 
 def perturb(backend: FSDPBackend, version: int) -> None:

@@ -32,6 +32,10 @@ def test_engine_and_trainer_agree_after_every_update(tmp_path, name, world_size)
         assert max(found) < 1e-4, found
 
 
+def test_responses_end_at_stop_strings(tmp_path):
+    spawn(1, contract.require_stops, tmp_path, contract.colocated(tmp_path), timeout=300)
+
+
 def letters(prompt: Any, response: str) -> float:
     return sum(map(ord, response)) % 7
 

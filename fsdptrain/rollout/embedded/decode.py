@@ -14,6 +14,7 @@ from fsdptrain.types import Prompt, SamplingParams, Truncation
 
 if TYPE_CHECKING:
     from fsdptrain.data.routes import RouteRecorder
+    from fsdptrain.rollout.stop_strings import RowStops
 
 _DROP_SHARE = 0.25  # of the cache: above it, finished rows are dropped
 
@@ -78,13 +79,14 @@ def decode(
     stop_token_ids: Sequence[int],
     sync_interval: int,
     recorder: "RouteRecorder | None" = None,
+    stop_strings: "RowStops | None" = None,
     features: Features = NO_FEATURES,
 ) -> tuple[Tensor, Tensor]:
     """Continue `prompts` by up to `limit_of_row` tokens, with one row for each entry of `prompt_of_row`.
 
     uniforms: [R, S] f64, S the largest limit; they decide every draw. sync_interval: tokens between checks for finished
     rows, each of which waits for the device. recorder: gets the routes of each forward pass. Returns tokens [R, S] i64
-    and logprobs [R, S] f32 on the CPU; values after a row's first stop token or its limit are undefined.
+    and logprobs [R, S] f32 on the CPU; values after a row's first stop token or string, or its limit, are undefined.
     """
     device, num_steps = uniforms.device, uniforms.shape[1]
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
@@ -109,9 +111,12 @@ def decode(
         token, logprob = sample(logits, draws, temperature=sampling.temperature, truncation=truncation)
         tokens[active, step], logprobs[active, step] = token, logprob
         finished |= (token[:, None] == stop).any(-1) | (limits[:, 0] == step + 1)
-        if step + 1 == num_steps:
+        is_last, is_checked = step + 1 == num_steps, (step + 1) % sync_interval == 0
+        if stop_strings is not None and (is_last or is_checked):
+            finished |= stop_strings.ended(active, tokens[active, stop_strings.num_read : step + 1])
+        if is_last:
             break
-        if (step + 1) % sync_interval == 0:
+        if is_checked:
             going = (~finished).nonzero().squeeze(-1)  # waits for the device
             if len(going) == 0:
                 break

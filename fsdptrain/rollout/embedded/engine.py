@@ -51,6 +51,7 @@ class HFEngine:
         """data: see `stop_tokens`."""
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
         self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code, data=data)
+        self._source = checkpoint, trust_remote_code
         self._features = NO_FEATURES
         self._new_recorder: Callable[..., RouteRecorder] | None = None  # created by the first request for routes
         self.device = device
@@ -74,7 +75,7 @@ class HFEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions of each prompt, prompt by prompt, in order.
 
-        A response ends at the model's end-of-text ids and at `sampling.stop_token_ids`.
+        A response ends at the model's end-of-text ids, at `sampling.stop_token_ids` and at `sampling.stop`.
         """
         if not self._has_weights:
             raise RolloutError("the embedded engine has no weights: call update_weights first, also after sleep()")
@@ -122,6 +123,11 @@ class HFEngine:
         recorder = None
         if sampling.with_routes:
             recorder = self._recorder([len(prompts[prompt].token_ids) for prompt in distinct], prompt_of_row)
+        stop_strings = None
+        if sampling.stop:
+            from fsdptrain.rollout.stop_strings import RowStops, open_tokenizer
+
+            stop_strings = RowStops(sampling.stop, open_tokenizer(*self._source), len(chunk))
         with recorder.recording() if recorder else nullcontext():
             tokens, logprobs = decode(
                 self.model,
@@ -133,12 +139,14 @@ class HFEngine:
                 stop_token_ids=stop,
                 sync_interval=1 if self.device.type == "cpu" else _SYNC_INTERVAL,
                 recorder=recorder,
+                stop_strings=stop_strings,
                 features=self._features,
             )
+        ends = [None] * len(chunk) if stop_strings is None else stop_strings.ends
         made = [
-            self._completion(prompts[row.prompt], row_tokens[:limit], row_logprobs[:limit], stop)
-            for row, limit, row_tokens, row_logprobs in zip(
-                chunk, limit_of_row, tokens.tolist(), logprobs.tolist(), strict=True
+            self._completion(prompts[row.prompt], row_tokens[:limit][:end], row_logprobs[:limit][:end], stop, end)
+            for row, limit, row_tokens, row_logprobs, end in zip(
+                chunk, limit_of_row, tokens.tolist(), logprobs.tolist(), ends, strict=True
             )
         ]
         if recorder is None:
@@ -153,7 +161,9 @@ class HFEngine:
             raise RolloutError(f"{type(self.model).__name__} has no experts, so it cannot report routes")
         return self._new_recorder(prompt_lengths, prompt_of_row)
 
-    def _completion(self, prompt: Prompt, tokens: list[int], logprobs: list[float], stop: Sequence[int]) -> Completion:
+    def _completion(
+        self, prompt: Prompt, tokens: list[int], logprobs: list[float], stop: Sequence[int], string_end: int | None
+    ) -> Completion:
         end = next((i for i, token in enumerate(tokens) if token in stop), None)
         length = len(tokens) if end is None else end + 1
         if not np.isfinite(logprobs[:length]).all():
@@ -162,7 +172,7 @@ class HFEngine:
                 f"logits of prompt {prompt.id!r} are not finite under policy version {self.policy_version}: "
                 f"lower --lr{fix}"
             )
-        reason = "length" if end is None else "stop"
+        reason = "length" if end is None and len(tokens) != string_end else "stop"
         return Completion(prompt.id, tokens[:length], logprobs[:length], reason, self.policy_version)
 
 

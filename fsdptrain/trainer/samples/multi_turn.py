@@ -134,7 +134,7 @@ class MultiTurn:
     def sample(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch, *, in_flight: bool = False
     ) -> GenerationRound:
-        generate = generate_with(self.engine, in_flight=in_flight)
+        generate = generate_with(self.engine, self.tokenizer, in_flight=in_flight)
         episodes = [
             Conversation(prompt, index, sampling.max_tokens)
             for prompt in prompts
@@ -146,7 +146,7 @@ class MultiTurn:
                 with watch("generate"):
                     completions = generate(requests, params)
                 with watch("reward"):
-                    self._take_turn(active, completions, seed=sampling.seed)
+                    self._take_turn(active, completions, sampling)
             active = [episode for episode in episodes if episode.active]
             if not (active if in_flight else any_rank(bool(active))):
                 break
@@ -161,11 +161,13 @@ class MultiTurn:
                 results=results,
             )
 
-    def _take_turn(self, active: Sequence[Conversation], completions: Sequence[Completion], *, seed: int) -> None:
+    def _take_turn(
+        self, active: Sequence[Conversation], completions: Sequence[Completion], sampling: SamplingParams
+    ) -> None:
         """Apply one turn of the model and of the environment to each active episode."""
         for episode, completion in zip(active, completions, strict=True):
-            episode.add_completion(completion, text_of(completion, self.tokenizer))
-        turns = self.threads.run([self._step(episode, seed) for episode in active])
+            episode.add_completion(completion, text_of(completion, self.tokenizer, sampling.stop))
+        turns = self.threads.run([self._step(episode, sampling.seed) for episode in active])
         for episode, turn in zip(active, turns, strict=True):
             if isinstance(turn, Exception):
                 episode.fail(turn)

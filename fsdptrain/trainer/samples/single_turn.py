@@ -48,13 +48,24 @@ class Sampler(Protocol):
 Generate = Callable[[Sequence[Prompt], SamplingParams], list[Completion]]
 
 
-def generate_with(engine: "RolloutEngine", *, in_flight: bool) -> Generate:
-    if not in_flight:
-        return engine.generate
-    from fsdptrain.rollout.in_flight import InFlightEngine
+def generate_with(engine: "RolloutEngine", tokenizer: PreTrainedTokenizerBase, *, in_flight: bool) -> Generate:
+    """Return the function that generates, whose completions end at the stop strings with any engine."""
+    generate = engine.generate
+    if in_flight:
+        from fsdptrain.rollout.in_flight import InFlightEngine
 
-    assert isinstance(engine, InFlightEngine)
-    return engine.generate_in_flight
+        assert isinstance(engine, InFlightEngine)
+        generate = engine.generate_in_flight
+
+    def until_stop(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        completions = generate(prompts, sampling)
+        if sampling.stop:
+            from fsdptrain.rollout.stop_strings import cut_at_stop
+
+            completions = [cut_at_stop(completion, sampling.stop, tokenizer) for completion in completions]
+        return completions
+
+    return until_stop
 
 
 def rollout_errors(*, in_flight: bool) -> AbstractContextManager[object]:
@@ -75,17 +86,20 @@ class SingleTurn:
     ) -> GenerationRound:
         with rollout_errors(in_flight=in_flight):
             with watch("generate"):
-                completions = generate_with(self.engine, in_flight=in_flight)(prompts, sampling)
+                completions = generate_with(self.engine, self.tokenizer, in_flight=in_flight)(prompts, sampling)
             with watch("reward"):
                 asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
-                texts = [text_of(completion, self.tokenizer) for completion in completions]
+                texts = [text_of(completion, self.tokenizer, sampling.stop) for completion in completions]
                 results = compute_rewards(self.reward, asked, texts)
                 samples = [make_sample(*row) for row in zip(asked, completions, results.results, strict=True)]
                 return GenerationRound(samples, asked, texts, results)
 
 
-def text_of(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the response for rewards and environments."""
+def text_of(completion: Completion, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> str:
+    """Return the response for rewards and environments: with what stopped it if that is one of the texts `stop`."""
+    text = response_text(completion.token_ids, tokenizer, stopped=False) if stop else ""
+    if any(string in text for string in stop):
+        return text
     return response_text(completion.token_ids, tokenizer, stopped=completion.finish_reason == "stop")
 
 

@@ -29,14 +29,13 @@ from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN, ServerProcess, command_line
 from fsdptrain.vllm.server.weight_files import SHARED_MEMORY, WeightFolder, folder_name
 
-_REQUIRED = {"tokens_only": True}
 _FILE_BYTES = 512 * 2**20  # of weights in one file
 _START_SHARE = 0.8  # of --dist-timeout, after which the other ranks wait no longer
 API_KEY = "ROLLOUT_API_KEY"  # environment variable, for servers that run already
 _RESERVED = frozenset(
     {"model", "host", "port", "api_key", "hf_token", "dtype", "load_format", "logprobs_mode", "enable_lora"}
     | {"scheduling_policy"}
-    | {*_REQUIRED, *PLUGIN, *MIDDLEWARE}
+    | {"tokens_only", "enable_scale_out", *PLUGIN, *MIDDLEWARE}
 )
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
@@ -107,7 +106,8 @@ def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[
         options["trust_remote_code"] = True
     fixed: dict[str, Any] = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs"}
     load = {"load_format": options.pop("load_format", "dummy")}
-    return command_line({**options, **args, **fixed, **load, **_REQUIRED, **PLUGIN, **MIDDLEWARE})
+    mode = {"enable_scale_out" if config.rollout.stop else "tokens_only": True}  # the former loads a tokenizer
+    return command_line({**options, **args, **fixed, **load, **mode, **PLUGIN, **MIDDLEWARE})
 
 
 def _devices(config: Config, count: int, device: torch.device) -> list[str | None]:

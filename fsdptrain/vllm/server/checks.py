@@ -57,6 +57,9 @@ def _flags_of(found: Any, config: Config) -> dict[str, tuple[Any, Any]]:
     }
     if config.sync.max_staleness:
         flags["scheduling-policy"] = ("priority", found["scheduler_config"]["policy"])
+    if config.rollout.stop:
+        has_none = model["skip_tokenizer_init"]
+        flags["enable-scale-out"] = ("for --rollout-stop", "--tokens-only" if has_none else "for --rollout-stop")
     if config.section(RouterConfig).replay == "rollout":
         flags["enable-return-routed-experts"] = (True, found["aux_output_config"]["enable_return_routed_experts"])
     return flags

@@ -96,7 +96,7 @@ def test_flags_are_read(flat, argv, expected):
             ["--prompt-data", "a.jsonl", "data.train_batch_size=3"],
             "unexpected argument 'data.train_batch_size=3': it is --rollout-batch-size here",
         ),
-        (["--stop", "x"], "unknown flag --stop: there is none here (responses end at the EOS tokens of the model)"),
+        (["--stop", "x"], "unknown flag --stop: it is --rollout-stop here"),
         (["--micro-train-batch-size", "2"], "unknown flag --micro-train-batch-size: there is none here (batches are "),
         (["--vllm_num_engines", "2"], "unknown flag --vllm-num-engines: --rollout-engine vllm has one on each GPU"),
     ],

@@ -129,6 +129,7 @@ COMPUTED = """
 --rollout-max-response-len 8192 | --rollout-max-response-len 8192; --max-tokens-per-gpu 8192 | --max-tokens-per-gpu 9000
 --rollout-max-prompt-len 7000 | --rollout-max-prompt-len 7000; --overlong-samples drop | --overlong-samples drop
 --rollout-max-batch-tokens 100 | --rollout-max-batch-tokens 100 | --rollout-max-batch-tokens 8192
+--rollout-stop '' | --rollout-stop ''; a text | --rollout-stop x
 --lr-decay-style linear --min-lr 1.0 | --min-lr; --lr | --min-lr 1e-07
 --lr-decay-style cosine --lr-warmup-iters 200 | --lr-warmup-iters 200 | --lr-warmup-iters 199
 --log-to wand | --log-to; 'wand'; wandb | --log-to wandb

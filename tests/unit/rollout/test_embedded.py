@@ -1,5 +1,6 @@
 """The embedded engine generates the same tokens as the stock model, regardless of the rest of the batch."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from transformers import PreTrainedModel
 from fsdptrain.errors import RolloutError
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.rollout.embedded.engine import HFEngine
+from fsdptrain.rollout.stop_strings import cut_at_stop
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import zoo
 from tests.exact import Exact, in_float64
 from tests.matrix import only
-from tests.testing import allocated_on_device, tiny_qwen3
+from tests.testing import allocated_on_device, tiny_qwen3, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -168,6 +170,19 @@ def test_completions_stop_at_eos_and_at_stop_ids(engine, model):
         assert cut.finish_reason == ("stop" if ends else "length")
 
 
+def test_completions_stop_at_stop_strings(engine, folder):
+    tokenizer, long = tiny_tokenizer(), replace(SAMPLING, max_tokens=64)
+    tokenizer.save_pretrained(folder)
+    free = engine.generate(PROMPTS, long)
+    pair = next(x for c in free for x in re.findall("[!-~]{2}", tokenizer.decode(c.token_ids)))
+    stop = ("a", "e", "?", pair)
+    stopped = engine.generate(PROMPTS, replace(long, stop=stop))
+    for whole, one in zip(free, stopped, strict=True):
+        cut = cut_at_stop(whole, stop, tokenizer)
+        assert (one.token_ids, one.finish_reason) == (cut.token_ids, cut.finish_reason)
+    assert any(tokenizer.decode(c.token_ids).endswith(pair) for c in stopped)
+
+
 @pytest.mark.parametrize("where", ["generation_config", "config list", "tokenizer", "nowhere"])
 def test_stop_ids_come_from_the_checkpoint(where, tmp_path):
     model = tiny_qwen3(eos_token_id=[9, 11] if where == "config list" else None)
@@ -177,8 +192,6 @@ def test_stop_ids_come_from_the_checkpoint(where, tmp_path):
         model.generation_config.eos_token_id = [9, 10]
         model.generation_config.save_pretrained(tmp_path)
     if where == "tokenizer":
-        from tests.testing import tiny_tokenizer
-
         tiny_tokenizer().save_pretrained(tmp_path)
     engine = HFEngine(tmp_path, dtype=torch.float32, device=CPU)
     expected = {"generation_config": (9, 10), "config list": (9, 11), "tokenizer": (1,), "nowhere": ()}

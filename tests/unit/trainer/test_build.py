@@ -61,6 +61,14 @@ def test_thinking_mode_is_off_for_the_default_data_only(caplog):
         assert resolve(other, tokenizer, None) == other
 
 
+def test_a_stop_token_beyond_the_vocabulary_is_refused():
+    for ids, wrong in ([0, 260, -1], -1), ([261, 7], 261):
+        with pytest.raises(
+            ConfigError, match=f"--rollout-stop-token-ids {wrong}: the tokenizer of .* has no such token"
+        ):
+            resolve(Config(hf_checkpoint="x", rollout_stop_token_ids=ids), tiny_tokenizer(), None)
+
+
 def calculate(expression: str) -> str:
     """Calculate.
 

@@ -56,9 +56,11 @@ def test_without_prompts_there_are_no_metrics():
 
 def test_every_evaluation_of_a_run_samples_alike_and_unlike_training():
     config = Config(hf_checkpoint="here", n_samples_per_eval_prompt=4, eval_temperature=0.5, rollout_seed=3)
+    config = config.with_values(rollout_stop=["</a>"], rollout_stop_token_ids=[7])
     sampling = eval_sampling(config)
     assert sampling == eval_sampling(config)
     assert (sampling.num_samples, sampling.temperature) == (4, 0.5)
+    assert (sampling.stop, sampling.stop_token_ids) == (("</a>",), (7,))
     assert sampling.max_tokens == config.rollout.max_response_len
     training = SamplingParams(num_samples=4, max_tokens=1, seed=3)
     assert sampling.seed not in {sampling_at(training, step).seed for step in range(100)}

@@ -81,6 +81,7 @@ def play(
     max_tokens: int = 200,
     max_turns: int = 5,
     timeout: float = 60.0,
+    stop: tuple[str, ...] = (),
 ) -> tuple[GenerationRound, Recording]:
     """Two samples of each prompt. A function as `environment` answers by the number of the turn."""
     engine = engine or Recording(respond)
@@ -94,12 +95,26 @@ def play(
         tokenizer=TOKENIZER,
         max_turns=max_turns,
     )
-    sampling = SamplingParams(num_samples=2, max_tokens=max_tokens, stop_token_ids=ENDS, seed=7)
+    sampling = SamplingParams(num_samples=2, max_tokens=max_tokens, stop_token_ids=ENDS, stop=stop, seed=7)
     return sampler.sample(prompts, sampling, Stopwatch()), engine
 
 
 def two_turns(turn: int, response: str) -> Turn:
     return Turn(f"turn {turn}", done=turn == 2, reward=0.5)
+
+
+def test_a_turn_ends_with_the_stop_string_that_the_environment_reads_with_any_engine():
+    made, _ = play(
+        lambda turn, response: Turn(response, done=turn == 2, reward=1.0),
+        lambda prompt, index: words("let <x>1</x> be"),
+        prompts=PROMPTS[:1],
+        stop=("</y>", "</x>"),
+    )
+    turn = "let <x>1</x>"
+    for sample in made.samples:
+        text = TOKENIZER.decode(sample.token_ids[len(PROMPTS[0].token_ids) :])
+        assert text == f"{turn}<|end|><|user|>{turn}<|end|><|assistant|>{turn}"
+        assert (sample.num_generated, sample.truncated) == (2 * len(turn), False)
 
 
 @settings(deadline=None, max_examples=40)

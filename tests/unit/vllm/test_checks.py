@@ -34,6 +34,9 @@ def test_a_server_with_other_options_is_refused_with_the_flags_that_it_lacks():
     server.info = server.info | {"scheduler_config": {"policy": "fcfs"}}
     with pytest.raises(ConfigError, match=r"must be started with --scheduling-policy priority \(it has fcfs\)"):
         check(server.client.url, max_staleness=1, mismatch_correction="tis")
+    server.info["model_config"] = server.info["model_config"] | {"skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match=r"with --enable-scale-out for --rollout-stop \(it has --tokens-only\)"):
+        check(server.client.url, rollout_stop=["x"])
 
 
 def test_another_program_is_refused_by_its_address():

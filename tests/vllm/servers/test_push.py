@@ -21,13 +21,19 @@ from tests.testing import spawn
 from tests.vllm import contract
 from tests.vllm.faults import FaultyTransfer, plant_faults, require_named
 from tests.vllm.servers import cases
-from tests.vllm.servers.conftest import weights_of
+from tests.vllm.servers.conftest import PYTHON, weights_of
 
 
 def build(options: dict[str, Any]) -> VLLMServerEngine:
     config = Config(**options)
     make = engine_factory(config.rollout.engine)
     return make(config, checkpoint=Path(config.model.hf_checkpoint), device=torch.device("cpu"))
+
+
+def test_responses_end_at_stop_strings(tmp_path):
+    """With a server that the run starts, which loads the tokenizer."""
+    options = cases.options(tmp_path / "model", rollout_server_python=str(PYTHON), output_dir=str(tmp_path / "run"))
+    spawn(1, contract.require_stops, tmp_path / "model", options, timeout=400)
 
 
 PUSHES = [(name, push) for name in ("tied", "untied", "moe") for push in ("file", "gloo")]
