@@ -19,7 +19,7 @@ CMD ["--help"]
 
 # The tested versions, without vLLM, which allows only older ones of transformers.
 FROM base AS trainer
-ARG EXTRAS=agents,liger,lora,qlora,torchao,trackio,vision,wandb
+ARG EXTRAS=agents,liger,lora,qlora,tensorboard,torchao,trackio,vision,wandb
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt torch==2.13.0
 COPY . .
@@ -32,7 +32,7 @@ RUN /opt/vllm/bin/pip install --no-cache-dir --no-deps .
 
 # vLLM pins torch, and allows a range of transformers, in which pip finds what fsdptrain allows too.
 FROM base AS vllm
-ARG EXTRAS=agents,liger,lora,qlora,torchao,trackio,vision,wandb
+ARG EXTRAS=agents,liger,lora,qlora,tensorboard,torchao,trackio,vision,wandb
 RUN pip install --no-cache-dir vllm==0.32.0
 COPY . .
 RUN pip install --no-cache-dir vllm==0.32.0 ".[vllm,${EXTRAS}]"

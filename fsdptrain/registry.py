@@ -3,7 +3,7 @@
 A package registers a plug-in as an entry point named `<kind>.<name>` in the group `fsdptrain.plugins`:
 
     [project.entry-points."fsdptrain.plugins"]
-    "loggers.mlflow" = "my_package.mlflow:MlflowLogger"
+    "loggers.swanlab" = "my_package.swanlab:SwanLabLogger"
 """
 
 import importlib

@@ -22,7 +22,8 @@ from fsdptrain.registry import misnamed
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-LOGGER_NAMES = ("console", "wandb", "trackio")
+_PACKAGES = tuple(Package(name, name, name) for name in ("wandb", "trackio", "tensorboard", "mlflow"))
+LOGGER_NAMES = ("console", *(package.value for package in _PACKAGES))
 _EVALUATES = (Requires("eval_interval"), IdleWith("eval_size=0"))
 _OF_EVALUATIONS = (*_EVALUATES, RL_ONLY)
 
@@ -125,14 +126,14 @@ class LogConfig(Section):
     PREFIX = "log_"
     ON_RESUME = NEUTRAL
 
-    to: Annotated[Names, Package("wandb", "wandb", "wandb"), Package("trackio", "trackio", "trackio")] = Field(
-        default=["console"]
-    )
-    """Loggers in addition to metrics.jsonl, which is always written: any of console, wandb, trackio, or a plug-in."""
+    to: Annotated[Names, *_PACKAGES] = Field(default=["console"])
+    """Loggers in addition to metrics.jsonl, which is always written: any of console, wandb, trackio, tensorboard,
+    mlflow, or a plug-in."""
     project: str = "fsdptrain"
-    """Project name for wandb and trackio, whose database is in TRACKIO_DIR; default: `trackio` beside output_dir."""
+    """Project name for wandb, trackio (in TRACKIO_DIR, by default `trackio` beside output_dir) and mlflow (in
+    MLFLOW_TRACKING_URI, by default `mlflow.db` there)."""
     run_name: str | None = None
-    """Run name for wandb and trackio. Default: the last component of output_dir."""
+    """Run name for wandb, trackio and mlflow. Default: the last component of output_dir."""
     num_samples: Annotated[int, RL_ONLY] = Field(default=4, ge=0)
     """Samples of each rollout and evaluation in samples.jsonl, with the logprobs of their first 1024 tokens. 0: none,
     also on the console."""
@@ -142,7 +143,7 @@ class LogConfig(Section):
             yield from misnamed("--log-to", name, LOGGER_NAMES, "loggers")
         if len(set(self.to)) < len(self.to):
             yield f"--log-to names a logger twice: {', '.join(self.to)}"
-        if all(name == "console" for name in self.to):
+        if {*self.to} <= {"console", "tensorboard"}:
             reason = "without a logger that has projects: add e.g. --log-to console trackio"
             yield from config.without_effect(["log_project", "log_run_name"], reason)
 

@@ -24,7 +24,7 @@ __all__ = ["LOGGERS", "RunInfo", "build_loggers"]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Constructor argument of all loggers: console, files, wandb, trackio and plug-ins."""
+    """Constructor argument of all loggers, built-in and plug-ins."""
 
     output_dir: Path
     project: str
@@ -39,6 +39,8 @@ LOGGERS: "Table[Callable[[RunInfo], Logger]]" = Table(
         "console": "fsdptrain.loggers.console:ConsoleLogger",
         "wandb": "fsdptrain.loggers.dashboards:open_wandb",
         "trackio": "fsdptrain.loggers.dashboards:open_trackio",
+        "tensorboard": "fsdptrain.loggers.tensorboard:open_tensorboard",
+        "mlflow": "fsdptrain.loggers.mlflow_client:open_mlflow",
     }
 )
 

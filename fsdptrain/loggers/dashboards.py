@@ -139,4 +139,6 @@ def open_trackio(info: RunInfo) -> Dashboard:
 
 def _cell(value: Any) -> Any:
     """Return a number as it is, and any other value as text, because a column has one type."""
-    return value if value is None or isinstance(value, int | float) else str(value)
+    if value is None or isinstance(value, int | float):
+        return value
+    return str(value).encode("utf-8", "replace").decode()  # half a surrogate pair is no UTF-8

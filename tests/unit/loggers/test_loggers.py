@@ -1,11 +1,13 @@
-"""Loggers of a run; wandb and trackio without a network."""
+"""Loggers of a run; those of packages without a network."""
 
 import json
 import os
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,7 @@ def log_for_real(name, folder, *, resumed=0):
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_HOST": SECRETS["resume"], "PYTHONPATH": os.getcwd()}
     environment["WANDB_SAVE_CODE"] = "true"
     environment.pop("TRACKIO_DIR", None)
+    environment.pop("MLFLOW_TRACKING_URI", None)
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), name, str(folder), str(resumed)]
@@ -163,3 +166,40 @@ def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path):
     runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(runs) == 2
     assert {path.stem.removeprefix("run-") for path in runs} == {(tmp_path / "wandb_run_id").read_text()}
+
+
+@pytest.mark.matrix
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shown = log_for_real("tensorboard", tmp_path)
+    log_for_real("tensorboard", tmp_path, resumed=1)
+    assert shown.stdout == ""
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]  # no infinite one
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
+    text = events.Tensors("samples/train/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == "    set: train\n    response: r\n    label: 1\n    reward: 1.0"
+    require_no_secret(tmp_path / "tensorboard")
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="the extra mlflow is not installed")
+def test_a_resumed_run_is_the_same_one_of_an_mlflow_database(tmp_path):
+    shown = log_for_real("mlflow", tmp_path / "first")
+    log_for_real("mlflow", tmp_path / "second")
+    log_for_real("mlflow", tmp_path / "first", resumed=2)
+    assert shown.stdout == ""
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        runs = database.execute("select name, status, run_uuid from runs order by start_time").fetchall()
+        metrics = database.execute("select step from metrics where run_uuid = ? order by 1", runs[0][2:]).fetchall()
+        params = database.execute("select key, value from params where run_uuid = ?", runs[0][2:]).fetchall()
+    assert [run[:2] for run in runs] == [("first", "FINISHED"), ("second", "FINISHED")]
+    assert metrics == [(1,), (2,), (3,), (4,)]  # one finite metric each
+    assert dict(params) == {name: str(value) for name, value in shared_options(planted()).items()}
+    [table] = (tmp_path / "mlflow").rglob(f"{runs[0][2]}/artifacts/samples/train/00000003.csv")
+    assert table.read_text() == "set,response,label,reward\ntrain,r,3,1.0\n"
+    assert not any(secret.encode() in (tmp_path / "mlflow.db").read_bytes() for secret in SECRETS.values())
+    (tmp_path / "first" / "mlflow_run_id").write_text("0" * 32)
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        log_for_real("mlflow", tmp_path / "first", resumed=2)
+    assert "; check MLFLOW_TRACKING_URI, or remove " in failed.value.stderr
