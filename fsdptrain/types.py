@@ -10,6 +10,7 @@ tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scal
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -63,6 +64,12 @@ class Prompt:
     max_tokens: int | None = None  # per-prompt response limit; applies if below the limit in SamplingParams
     images: Images | None = field(default=None, compare=False, repr=False)
     source: str | Sequence[Message] = field(default="", compare=False, repr=False)  # as in the data, for agents
+
+    @property
+    def response_prefix(self) -> str:
+        """The beginning of the response that the chat template wrote: `<think>`, or an empty thought, or nothing."""
+        prefix = re.search(r"<think>\s*(?:</think>\s*)?\Z", self.text)
+        return prefix[0] if prefix else ""
 
 
 @dataclass(frozen=True)

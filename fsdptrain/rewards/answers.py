@@ -13,17 +13,15 @@ BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 def labels_of(prompt: Prompt) -> list[Any]:
     """Return the labels of a prompt, one of which an answer must equal. A row without a label has none."""
     labels = prompt.label if isinstance(prompt.label, list | tuple) else [prompt.label]
-    return [label for label in labels if label is not None and label != "" and label == label]  # NaN is none
+    return [label for label in labels if label is not None and str(label).strip() and label == label]  # NaN is none
 
 
 def spoken(prompt: Prompt, response: str) -> str:
-    """Return the response after its last thought, up to one that does not end. The prompt may open the first thought.
+    """Return the response after its last thought, up to one that does not end. The prompt may have begun the first one.
 
     All rewards look for the answer in this text.
     """
-    opened = prompt.text.rstrip().endswith(THINK)
-    _, ended, rest = response.rpartition(THOUGHT)
-    return "" if opened and not ended else rest.partition(THINK)[0]
+    return (prompt.response_prefix + response).rpartition(THOUGHT)[2].partition(THINK)[0]
 
 
 def extract_answer(text: str) -> str:

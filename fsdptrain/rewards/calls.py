@@ -13,7 +13,7 @@ import inspect
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,21 @@ class RewardCalls:
             return ()
 
     @property
+    def origin(self) -> Any:
+        """The function itself, of a partial the one that it calls."""
+        return self.function.func if isinstance(self.function, partial) else self.function
+
+    @property
     def place(self) -> str:
         """File and line of the function, for messages."""
-        function = inspect.unwrap(self.function if inspect.isroutine(self.function) else type(self.function).__call__)
+        function = inspect.unwrap(self.origin if inspect.isroutine(self.origin) else type(self.origin).__call__)
         code = getattr(function, "__code__", None)
         return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else self.where
 
     @property
     def is_async(self) -> bool:
-        instance = callable(self.function) and type(self.function).__call__
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(instance)
+        instance = callable(self.origin) and type(self.origin).__call__
+        return inspect.iscoroutinefunction(self.origin) or inspect.iscoroutinefunction(instance)
 
     @property
     def is_batched(self) -> bool:

@@ -39,10 +39,9 @@ def _equal(answer: str, label: Any) -> bool:
 def format_tags(prompt: Prompt, response: str) -> float:
     """1 if the response is <think>...</think><answer>...</answer> and nothing else, each tag once, else 0.
 
-    The chat template may already open <think> at the end of the prompt.
+    The chat template may have begun the response.
     """
-    if prompt.text.rstrip().endswith("<think>"):
-        response = "<think>" + response
+    response = prompt.response_prefix + response
     return float(all(response.count(tag) == 1 for tag in TAGS) and TAGGED.fullmatch(response) is not None)
 
 

@@ -144,11 +144,11 @@ class ParallelReward:
 
 def _where(component: Component) -> str:
     """Return the reward for messages: `--reward module:function`."""
-    function = component.function
-    qualified = getattr(function, "__qualname__", None)
-    if _is_ours(function) or qualified is None:
+    function = RewardCalls(component.function).origin
+    named = function if hasattr(function, "__qualname__") else type(function)
+    if _is_ours(function) or (component.name and named is not component.function):
         return f"--reward {component.name}".strip()
-    return f"--reward {function.__module__}:{qualified}"
+    return f"--reward {named.__module__}:{named.__qualname__}"
 
 
 def _is_ours(function: "RewardFunction") -> bool:

@@ -43,8 +43,9 @@ def _name(key: Any) -> str:
 
 def _number(value: Any) -> float:
     try:
+        value = value.item() if getattr(value, "size", None) == 1 else value  # numpy; float() takes tensors
         number = None if isinstance(value, str | bytes) else float(value)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # of several numbers
         number = None
     if number is None:
         raise TypeError(f"the reward returned {value!r:.80}{WRONG}number")

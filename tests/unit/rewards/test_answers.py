@@ -57,6 +57,7 @@ def test_an_answer_is_stripped_text(text: str) -> None:
         ("?", "<think>4", ""),
         ("? <think>\n", "4", ""),
         ("? <think>\n", "3?</think>4", "4"),
+        ("? <think>\n\n</think>\n\n", "4", "4"),
         ("?", "<think>a</think>3<think>b</think><answer>4</answer>", "4"),
         ("?", "4 <think>or 5", "4"),
         ("?", "just 4", "just 4"),
@@ -95,7 +96,7 @@ def test_math_takes_one_of_several_labels() -> None:
     assert [math(prompt, text) for text in ("0.5", "\\boxed{7}", "8")] == [1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("label", [None, "", [], [""], float("nan")])
+@pytest.mark.parametrize("label", [None, "", " ", [], [""], float("nan")])
 def test_exact_cannot_score_a_row_without_a_label(label: object) -> None:
     assert exact(Prompt("a", [1], "?", label=label), "") is None
     assert math(Prompt("a", [1], "?", label=label), "0") is None

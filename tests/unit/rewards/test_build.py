@@ -83,7 +83,7 @@ def test_functions_with_the_same_name_have_full_names(tmp_path: Path, monkeypatc
 def test_a_reward_that_cannot_score_is_named() -> None:
     reward = build_reward(RewardConfig(reward=["format", "math"]), prompt_data="x")
     results = compute_rewards(in_process(reward), [replace(PROMPT, label=None), PROMPT], [GOOD, GOOD])
-    assert results.first_error == "math returned None, which means that it cannot score this (functions.py:67)"
+    assert results.first_error == "math returned None, which means that it cannot score this (functions.py:66)"
     assert [score.reward for score in results.results] == [None, 2.0]
 
 

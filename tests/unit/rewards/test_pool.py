@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,10 @@ def test_async_calls_run_at_the_same_time_and_late_ones_cost_their_samples() -> 
         results = compute_rewards(rewards, [PROMPT] * 5, ["1", "late", "raise", "canceled", "5"])
     assert [result.reward for result in results.results] == [1.0, None, None, None, 5.0]
     assert results.first_error == f"{OBEDIENT[:-8]}judge: no answer within --reward-timeout 1 s"
-    with pool(user_rewards.Judge()) as rewards:
-        assert scores(rewards, ["1", "none", "3"]) == [1.0, None, 3.0]
+    for reward in (user_rewards.Judge(), partial(user_rewards.Judge())):
+        with pool(reward) as rewards:
+            assert scores(rewards, ["1", "none", "3"]) == [1.0, None, 3.0]
+            assert rewards._runners[0].reward.where == f"{OBEDIENT[:-8]}Judge"
 
 
 def test_an_async_call_that_blocks_its_loop_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +192,7 @@ def test_a_reward_of_lists_gets_all_samples_in_one_call() -> None:
         assert scores(rewards, ["1", "_exit"]) == [None, None]
         assert scores(rewards, ["1", "2"]) == [1.0, 2.0]
     assert results.num_unscored == 2
-    for kind in (np.array, torch.tensor, iter):
+    for kind in (np.array, torch.tensor, iter, lambda values: np.array([values]).T):
         calls = RewardCalls(lambda prompts, responses, kind=kind: kind([1.0, 2.0]))
         assert [one.reward for one in calls.run([(PROMPT, ""), (PROMPT, "")])] == [1.0, 2.0]  # type: ignore[union-attr]
     line = "the reward returned 1 values, which is not a list with one value for each of 2 samples (user_rewards.py:"
@@ -215,6 +218,7 @@ def test_a_reward_in_the_form_of_trl_gets_the_columns_of_all_samples(prompt: Any
         ),
         (of_trl, r"missing a required argument: 'answer'; the data has the columns question; write f\(prompt, resp"),
         (user_rewards.list_for_one, r"list_for_one, called with labels as responses: TypeError"),
+        (lambda prompt, response: torch.ones(2), r"called with labels as responses: TypeError: .* tensor"),
         (user_rewards, "is not a function"),
     ],
 )
@@ -233,18 +237,24 @@ def test_a_reward_that_can_score_no_label_is_reported_by_one_rank() -> None:
 
 
 @pytest.mark.parametrize("module", ["tests", "__main__"])
-def test_a_closure_runs_in_this_process(module: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_closure_runs_in_this_process(
+    module: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pid = os.getpid()
 
     def closure(prompt: Prompt, response: str) -> float:
         return float(os.getpid() == pid)
 
     closure.__module__ = module
-    with pool(closure) as rewards:
-        assert scores(rewards, ["1", "2"]) == [1.0, 1.0]
-    assert (
-        "closure runs in the trainer, without --reward-timeout, because other processes cannot load it" in caplog.text
-    )
+    if module == "__main__":  # a function of the script, which can be pickled
+        closure.__qualname__ = "closure"
+        monkeypatch.setattr(sys.modules[module], "closure", closure, raising=False)
+    for reward in (closure, partial(closure)):
+        caplog.clear()
+        with pool(reward) as rewards:
+            assert scores(rewards, ["1", "2"]) == [1.0, 1.0]
+        line = "closure runs in the trainer, without --reward-timeout, because other processes cannot load it"
+        assert line in caplog.text
 
 
 def test_the_default_deadline_allows_three_hanging_calls() -> None:

@@ -22,7 +22,10 @@ def score_of(value: Any) -> RewardResult:
     return compute_rewards(in_process(lambda _prompt, _text: value), [PROMPT], [""]).results[0]
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), torch.tensor(1.0), {"reward": 1}])
+@pytest.mark.parametrize(
+    "value",
+    [1, 1.0, True, np.float32(1), np.array([1.0]), torch.tensor(1.0), torch.ones(1, 1), {"reward": np.int64(1)}],
+)
 def test_any_number_is_a_reward(value: Any) -> None:
     assert score_of(value) == RewardResult(1.0)
 
@@ -34,7 +37,11 @@ def test_a_mapping_is_its_reward_or_the_sum_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object(), 1e200, -1e7, {1: 1.0}, {}]
+    "value",
+    [
+        *(None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object(), 1e200, -1e7, {1: 1.0}, {}),
+        *(np.ones(2), torch.ones(2), np.array(["1"])),
+    ],
 )
 def test_a_value_that_is_no_finite_number_leaves_the_sample_unscored(value: Any) -> None:
     assert score_of(value) == RewardResult(None)

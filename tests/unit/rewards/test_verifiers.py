@@ -60,8 +60,12 @@ def test_format_requires_both_tags_once_and_nothing_else(response: str, reward: 
     assert REWARDS["format"](prompt(), response) == reward
 
 
-def test_format_accepts_a_template_that_opens_the_thinking() -> None:
-    assert REWARDS["format"](prompt(text="<|assistant|><think>\n"), "a</think><answer>b</answer>") == 1
+def test_a_reward_can_read_what_the_template_wrote_of_the_response() -> None:
+    for prefix in ("<think>\n", "<think>\n\n</think>\n\n", ""):
+        whole = "<think>\n\n</think>\n\n<answer>b</answer>"
+        asked = prompt(text=f"Use <think> and </think>.<|assistant|>{prefix}")
+        assert asked.response_prefix == prefix
+        assert REWARDS["format"](asked, whole.removeprefix(prefix)) == 1
 
 
 def test_reasoning_gym_uses_the_scorer_of_the_task() -> None:
