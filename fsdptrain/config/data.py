@@ -31,6 +31,9 @@ class DataConfig(Section):
     label_key: Annotated[str, COLUMN] = "label"
     """Column of the reference answer, or `column.key` in a column of mappings, e.g. `reward_model.ground_truth`; with
     `--algorithm sft`, of the response: a string or the messages of a conversation."""
+    reward_key: Annotated[str | None, COLUMN, RL_ONLY] = None
+    """Column of the rewards that score the row: a name of --reward, e.g. `math`, or a list of them. Default: none, all
+    of them score every row."""
     apply_chat_template: bool = True
     """Apply the tokenizer's chat template to prompts. Off: use the text unchanged."""
     chat_template_kwargs: Annotated[dict[str, Any], Requires("apply_chat_template")] = Field(default={})
@@ -48,6 +51,8 @@ class DataConfig(Section):
         return self.model_copy(update={"prompt_data": spec})
 
     def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.reward_key is not None and len(config.reward.reward) < 2:
+            yield f"--reward-key {self.reward_key} has no effect with one reward: name more by --reward"
         if self.prompt_data == "environment" and config.environment.environment is None:
             yield "--prompt-data environment are the rows of an environment: name it by --environment"
         if self.eval_prompt_data == "environment":

@@ -55,6 +55,7 @@ class Keywords(TypedDict, total=False):
     prompt_data: str
     input_key: str
     label_key: str
+    reward_key: str | None
     apply_chat_template: bool
     chat_template_kwargs: dict[str, Any]
     system_prompt: str

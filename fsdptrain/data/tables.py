@@ -89,10 +89,10 @@ def row_reader(
         data, read = form_reader(first, data, sft, where=where)
         if read is not None:
             return read
-    for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
-        _check_column(option, column, first, where=where)
-    if image_key is not None:
-        _check_column("--image-key", image_key, first, where=where)
+    options = {"--input-key": data.input_key, "--label-key": data.label_key, "--reward-key": data.reward_key}
+    for option, column in {**options, "--image-key": image_key}.items():
+        if column is not None:
+            _check_column(option, column, first, where=where)
     columns = partial(_read_columns, data=data, image_key=image_key, folder=folder)
     if sft is None or image_key is not None:
         return columns

@@ -5,7 +5,7 @@ the other forms. To add one, register it in `REWARDS`, or pass `--reward package
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,7 +35,9 @@ GENERATOR = "reasoning_gym:"
 RESERVED = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 
 
-def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
+def build_reward(
+    reward: RewardConfig, *, prompt_data: str, has_environment: bool = False, key: str | None = None
+) -> "WeightedSum":
     """Build the weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]. Components are reported by name.
 
     `auto` selects the reasoning-gym scorer for its data, else the environment's reward, else `math`. Raises ConfigError
@@ -45,7 +47,7 @@ def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: boo
     short = [_short(name) for name in weights]
     metrics = [s if short.count(s) == 1 else name.replace(":", ".") for s, name in zip(short, weights, strict=True)]
     parts = zip(metrics, weights.items(), strict=True)
-    return WeightedSum(tuple(Component(metric, weight, _function(name)) for metric, (name, weight) in parts))
+    return WeightedSum(tuple(Component(metric, weight, _function(name)) for metric, (name, weight) in parts), key)
 
 
 def check_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> None:
@@ -69,6 +71,7 @@ class WeightedSum:
     """Weighted sum of rewards."""
 
     components: tuple[Component, ...]
+    key: str | None = None  # --reward-key
 
     @classmethod
     def only(cls, function: "RewardFunction") -> Self:
@@ -81,18 +84,33 @@ class WeightedSum:
         known = set(REWARDS.values()) - {REWARDS["environment"]}
         return not all(part.function in known or type(part.function) in known for part in self.components)
 
-    def combine(self, results: Sequence[RewardResult]) -> Mapping[str, float]:
-        """Return the weighted sum of the results of the components, each scored, and its parts.
+    def scorers(self, prompt: Prompt) -> list[str]:
+        """Return the names of the components that score the row. Raises ConfigError if it names others, or none."""
+        known = [component.name for component in self.components]
+        if self.key is None:
+            return known
+        from fsdptrain.data.tables import value_in
+
+        value = value_in(prompt.metadata, self.key)
+        names: list[Any] = value if isinstance(value, list) and value else [value]
+        if all(name in known for name in names):
+            return names
+        raise ConfigError(
+            f"--reward-key {self.key}: row {prompt.id} has {value!r:.80}, --reward has {', '.join(known)}"
+        )
+
+    def combine(self, results: Mapping[str, RewardResult]) -> Mapping[str, float]:
+        """Return the weighted sum of the results of components by name, each scored, and its parts.
 
         Parts are the unweighted rewards by name, and the details of components that return mappings. Component names
         take precedence over detail names.
         """
         rewards, details = dict[str, float](), dict[str, float]()
-        for component, result in zip(self.components, results, strict=True):
+        for name, result in results.items():
             assert result.reward is not None
-            rewards[component.name] = result.reward
+            rewards[name] = result.reward
             details |= result.rewards
-        total = sum(c.weight * rewards[c.name] for c in self.components)
+        total = sum(c.weight * rewards[c.name] for c in self.components if c.name in rewards)
         return {**details, **{name: value for name, value in rewards.items() if name}, "reward": total}
 
 

@@ -109,9 +109,10 @@ class ParallelReward:
         for runner in self._runners:
             for prompt in prompts:
                 check_signature(runner.reward, prompt)
-            if not call or not prompts or _is_ours(runner.reward.function):
+            own = [prompt for prompt in prompts if runner.reward.name in self.reward.scorers(prompt)]
+            if not call or not own or _is_ours(runner.reward.function):
                 continue
-            trials = [(prompt, "" if prompt.label is None else str(prompt.label)) for prompt in prompts]
+            trials = [(prompt, "" if prompt.label is None else str(prompt.label)) for prompt in own]
             outcomes = runner.run(trials, LostTime(self._patience))
             reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
             for text in reasons:
@@ -123,17 +124,20 @@ class ParallelReward:
         return lines
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Score the samples, in order. The outcome of an unscored sample is a string. Raises RolloutError."""
+        """Score the samples, in order. The outcome of an unscored one is a string. Raises RolloutError, ConfigError."""
         lost = LostTime(self._patience)
         outcomes: list[Outcome] = [""] * len(calls)
-        parts: dict[int, list[RewardResult]] = {index: [] for index in range(len(calls))}
+        parts: dict[int, dict[str, RewardResult]] = {index: {} for index in range(len(calls))}
+        scorers = [self.reward.scorers(prompt) for prompt, _ in calls]
         for runner in self._runners:
-            for index, outcome in zip([*parts], runner.run([calls[index] for index in parts], lost), strict=True):
+            name = runner.reward.name
+            own = [index for index in parts if name in scorers[index]]
+            for index, outcome in zip(own, runner.run([calls[index] for index in own], lost), strict=True):
                 if isinstance(outcome, str):  # skip the remaining rewards
                     outcomes[index] = outcome
                     del parts[index]
                 else:
-                    parts[index].append(outcome)
+                    parts[index][name] = outcome
         for index, results in parts.items():
             try:
                 outcomes[index] = to_result(self.reward.combine(results))

@@ -96,8 +96,11 @@ def prepare(
         name = config.algorithm.loss
         loss = registry.resolve(name, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config"))
         if reward is None:
-            data_name = config.data.prompt_data
-            summed = build_reward(config.reward, prompt_data=data_name, has_environment=environment is not None)
+            data_name, key = config.data.prompt_data, config.data.reward_key
+            has_environment = environment is not None
+            summed = build_reward(config.reward, prompt_data=data_name, has_environment=has_environment, key=key)
+        elif config.data.reward_key is not None:
+            raise ConfigError("--reward-key chooses among rewards of --reward, and Trainer(reward=...) replaces them")
         else:
             summed = WeightedSum.only(reward)
         advantages = advantage_rule(config)

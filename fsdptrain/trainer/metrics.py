@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 _OF_TOKENS = ("policy/", "mismatch/")  # metrics that are means over the trained tokens of a step
 
 
-def sample_metrics(rollout_batch: RolloutBatch) -> Metrics:
+def sample_metrics(rollout_batch: RolloutBatch, *, by_row: bool = False) -> Metrics:
     """Compute reward/*, group/*, completion/*, progress/* over all ranks.
 
     Unscored samples count only in lengths. Rewards are those that advantages use, after shaping; reward parts are
     reported without their weights. reward/unscored_fraction is the value that --max-unscored-fraction bounds; it
     includes samples that were generated but not kept.
+
+    by_row: rows have different rewards, so each part is a mean over the samples that have it.
     """
     samples = rollout_batch.samples
     own = {name for sample in samples for name in sample.rewards}
@@ -49,6 +51,7 @@ def sample_metrics(rollout_batch: RolloutBatch) -> Metrics:
             "made": len(rollout_batch.results.results) if rollout_batch.results else 0,
             "tokens": sum(len(s.token_ids) for sample in samples for s in sample.sequences),
             **{_reward(name): math.fsum(sample.rewards.get(name, 0.0) for sample in scored) for name in names},
+            **{f"having {name}": sum(name in sample.rewards for sample in scored) for name in names if by_row},
         }
     )
     bounds = reduce_max({"longest": max(lengths, default=0), "minus_shortest": -min(lengths, default=math.inf)})
@@ -66,7 +69,7 @@ def sample_metrics(rollout_batch: RolloutBatch) -> Metrics:
         return metrics
     num_scored = max(1.0, total["scored"])
     mean = total["rewards"] / num_scored
-    parts = {_reward(name): total[_reward(name)] / num_scored for name in names}
+    parts = {_reward(name): total[_reward(name)] / max(1.0, total.get(f"having {name}", num_scored)) for name in names}
     return {
         **metrics,
         **parts,  # before the metrics below: a reward part named `mean` must not replace the mean

@@ -23,7 +23,7 @@ from fsdptrain.loggers.jsonl import JsonlLogger
 TEXTS = [
     *("prompt_data", "system_prompt", "input_key", "label_key", "eval_prompt_data", "ref_load", "environment"),
     *("environment_command", "weight_sync_dir", "megatron_spec", "rollout_server_python", "image_key", "opd_teacher"),
-    *("hf_checkpoint", "output_dir", "resume", "profile_steps"),
+    *("hf_checkpoint", "output_dir", "resume", "profile_steps", "reward_key"),
 ]
 LISTS, DICTS = (
     ["reward", "lora_targets", "rollout_urls"],

@@ -80,6 +80,19 @@ def test_functions_with_the_same_name_have_full_names(tmp_path: Path, monkeypatc
     ]
 
 
+def test_a_column_names_the_rewards_that_score_a_row() -> None:
+    reward = build_reward(RewardConfig(reward=["exact=2", "format=0.5"]), prompt_data="x", key="extra.task")
+    tasks = ("exact", "format", ["format", "exact"], "math")
+    rows = [replace(PROMPT, metadata={"extra": {"task": task}}) for task in tasks]
+    assert [parts_of(reward, row, "<answer>4</answer>") for row in rows[:3]] == [
+        {"exact": 1.0, "reward": 2.0},
+        {"format": 0.0, "reward": 0.0},
+        {"exact": 1.0, "format": 0.0, "reward": 2.0},
+    ]
+    with pytest.raises(ConfigError, match=r"--reward-key extra.task: row p has .math., --reward has exact, format"):
+        in_process(reward).check(rows, call=False)
+
+
 def test_a_reward_that_cannot_score_is_named() -> None:
     reward = build_reward(RewardConfig(reward=["format", "math"]), prompt_data="x")
     results = compute_rewards(in_process(reward), [replace(PROMPT, label=None), PROMPT], [GOOD, GOOD])

@@ -20,6 +20,14 @@ def test_reward_metrics_include_unscored_samples_of_all_groups() -> None:
     assert (metrics["reward/unscored_fraction"], metrics["completion/length_mean"]) == (0.5, 2.0)
 
 
+def test_rewards_of_other_rows_do_not_count_in_the_mean_of_one() -> None:
+    kept = [Sample("g", [1], [True], [0.0], reward=0.0, rewards=each) for each in ({"math": 1.0}, {"code": 0.5}, {})]
+    batch = RolloutBatch(kept, results=RewardResults([RewardResult(0.0)] * 3, 0, None))
+    with platform.process_group(60):
+        found = sample_metrics(batch, by_row=True)
+    assert (found["reward/math"], found["reward/code"]) == (1.0, 0.5)
+
+
 def test_a_skipped_step_does_not_change_the_gradient_norm() -> None:
     taken = {"loss/total": 1.0, "optim/grad_norm": 2.0, "optim/skipped_steps": 1.0}
     skipped = {"loss/total": 3.0, "optim/skipped_steps": 1.0}
