@@ -20,6 +20,7 @@ FORM = re.compile(r"([a-z_]+|<>)/(\w|<>)[\w/@<>]*")
 JOINED = {
     "perf/<>_s": {f"perf/{name}_s" for name in (*_TIMED, "offload")},
     "agent/<>": {f"agent/{name}" for name in COUNTS},
+    "eval/heldout/accuracy": {"eval/<>/accuracy"},  # the default of --eval-metric
     "eval/<>/<>": {
         f"eval/<>/{name}" for name in ("accuracy", "reward_mean", "length_mean", "truncated", "unscored", "pass@<>")
     },
