@@ -128,8 +128,8 @@ class SyncConfig(Section):
 
     max_staleness: Annotated[int, TUNING, RL_ONLY] = Field(default=0, ge=0)
     """Start to generate at most this many rollouts ahead of training, with vllm or vllm-server. A step trains on the
-    first groups that are finished; others go on into later steps, across weight syncs, so that their first tokens may
-    be older. With vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
+    first finished groups. The others continue across weight syncs, so their first tokens may come from older weights.
+    With vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
     offload_train: Annotated[
         bool,
         NEUTRAL,

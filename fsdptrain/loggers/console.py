@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from fsdptrain import __version__
+from fsdptrain.checkpoints import list_checkpoints, step_of
 from fsdptrain.config import Config
 
 if TYPE_CHECKING:
@@ -62,10 +63,10 @@ class ConsoleLogger:
         if self._last_step >= self._info.total_steps:
             _print(f"done in {end}")
             return
-        saved = max((path.name for path in (self._info.output_dir / "checkpoints").glob("step_*")), default=None)
+        saved = list_checkpoints(self._info.output_dir)
         resume_hint = "there is no checkpoint yet (--save-interval)"
-        if saved is not None:
-            resume_hint = f"rerun the same command to resume after step {int(saved[5:13])}"
+        if saved:
+            resume_hint = f"rerun the same command to resume after step {step_of(saved[-1])}"
             run = self._info.config and self._info.config.run
             if run and (run.stop_when or run.early_stop_evals):
                 resume_hint += ", with another limit if an option ended it"

@@ -39,7 +39,7 @@ class Test(NamedTuple):
 def code(prompt: Prompt, response: str) -> Mapping[str, float] | None:
     """1 if the code passes all tests of the label, else 0; `passed` is the fraction. None without a label.
 
-    The code is that of `extract_code`. The label is Python code with asserts, a list of such texts,
+    `extract_code` selects the code. The label is Python code with asserts, a list of such texts,
     [{"input": ..., "output": ...}, ...], or {"inputs": [...], "outputs": [...]}, also as JSON. Raises RewardError for
     any other label.
     """

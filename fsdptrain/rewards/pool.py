@@ -86,12 +86,12 @@ class ProcessPool:
 
     def __init__(self, reward: RewardCalls, num_workers: int) -> None:
         """Start no process before the first call. Raises CannotLoadError if the reward is no importable object."""
+        if getattr(reward.origin, "__module__", None) == "__main__":
+            raise CannotLoadError("it is defined in the script itself")
         try:
             self._pickled = pickle.dumps(reward)
         except Exception as error:  # objects of the user
             raise CannotLoadError(describe(error)) from error
-        if b"__main__" in self._pickled:  # it, or what it is a partial of
-            raise CannotLoadError("it is defined in the script itself")
         self.reward = reward
         self._num_workers = 1 if reward.is_batched else num_workers
         self._closed = False

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.data.text import response_text
 from fsdptrain.types import Completion, FinishReason
@@ -93,10 +92,3 @@ def cut(completion: Completion, count: int, reason: FinishReason) -> Completion:
         versions=None if versions is None else versions[:count],
         routes=None if routes is None else routes[: len(routes) - len(completion.token_ids) + count],
     )
-
-
-@cache
-def open_tokenizer(checkpoint: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    tokenizer.clean_up_tokenization_spaces = False  # as that of rewards
-    return tokenizer

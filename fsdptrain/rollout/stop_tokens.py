@@ -36,13 +36,21 @@ def stop_tokens(
     ids = _of_generation_config(checkpoint, text.get("vocab_size") or math.inf) or _as_ids(text.get("eos_token_id"))
     chat = data is not None and data.apply_chat_template
     if (chat or not ids) and (checkpoint / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer = engine_tokenizer(checkpoint, trust_remote_code)
         ids = ids or _as_ids(tokenizer.eos_token_id)
         end = turn_end(tokenizer, data) if data is not None and chat else None
         if end is not None and end not in ids:
             _tell(_LACKED, str(tokenizer.convert_ids_to_tokens(end)))
             ids = (*ids, end)
     return ids
+
+
+@cache
+def engine_tokenizer(checkpoint: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer for stop tokens and strings. It decodes like the one for rewards."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 @cache

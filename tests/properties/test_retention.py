@@ -52,8 +52,8 @@ def kept(run: Path) -> list[int]:
     return [0, *map(step_of, list_checkpoints(run))]
 
 
-def train(run: Path, steps: Sequence[Step], **keep: int) -> None:
-    """Go on from the newest checkpoint to the end of `steps`."""
+def train(run: Path, steps: Sequence[Step], written: list[int], **keep: int) -> None:
+    """Go on from the newest checkpoint to the end of `steps`. Appends the steps of checkpoints to `written`."""
     newest, config = kept(run)[-1], Config(hf_checkpoint="x", eval_metric=METRIC, save_interval=1, **keep)
     rows = json.loads((list_checkpoints(run)[-1] / "progress.json").read_text()) if newest else []
     evaluations, folder = Evaluations(config, rows), CheckpointFolder(run, **keep)
@@ -62,10 +62,11 @@ def train(run: Path, steps: Sequence[Step], **keep: int) -> None:
         (at / "progress.json").write_text(json.dumps(evaluations.rows))
 
     for step, (value, saves) in [*enumerate(steps, 1)][newest:]:
-        if not math.isnan(value):
+        if saves or not math.isnan(value):
             evaluations.observe({METRIC: value}, step, {})
         if saves or step == len(steps) or evaluations.is_kept(step):
             folder.write(step, save, ranked=evaluations.ranked)
+            written.append(step)
             assert kept(run)[-1] == step
 
 
@@ -79,18 +80,35 @@ def train(run: Path, steps: Sequence[Step], **keep: int) -> None:
 def test_what_remains_depends_on_what_was_written_and_not_on_crashes(steps, last, best, every, crashes) -> None:
     keep, cleaned = {"keep_last": last, "keep_best": best, "keep_every": every}, True
     with TemporaryDirectory() as name, platform.process_group(60):
-        run = Path(name)
+        run, written = Path(name), [0]
         for crash in crashes:
-            newest, _until_crash[0] = kept(run)[-1], crash
+            _until_crash[0] = crash
             try:
-                train(run, steps, **keep)
+                train(run, steps, written, **keep)
             except CrashError:
-                assert kept(run)[-1] >= newest
+                assert kept(run)[-1] >= written[-1]
                 cleaned = kept(run)[-1] < len(steps)  # the end of a run deletes nothing any more
             _until_crash[0] = 0
-        train(run, steps, **keep)
+        train(run, steps, written, **keep)
         found = {*kept(run)[1:]}
         CheckpointFolder(run, **keep).write(1, lambda at: None)  # the run was taken back to its start
         assert kept(run) == [0, 1]
     assert expected(steps, **keep) <= found
     assert not cleaned or expected(steps, **keep) == found
+
+
+def test_a_crash_at_any_file_operation_loses_no_checkpoint() -> None:
+    steps, keep = [(0.0, True)] * 3, {"keep_last": 1, "keep_best": 0, "keep_every": 0}
+    with platform.process_group(60):
+        for count in range(1, 1000):
+            written, _until_crash[0] = [0], count
+            with TemporaryDirectory() as name:
+                try:
+                    train(Path(name), steps, written, **keep)
+                except CrashError:
+                    assert kept(Path(name))[-1] >= written[-1], f"after {count} operations"
+                    continue
+                finally:
+                    _until_crash[0] = 0
+            break
+    assert 20 < count < 999

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import Config
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.rollout.stop_strings import cut_at_stop, open_tokenizer
+from fsdptrain.rollout.stop_strings import cut_at_stop
+from fsdptrain.rollout.stop_tokens import engine_tokenizer
 from fsdptrain.rollout.weight_sync.sync import build_verifier
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier
 from fsdptrain.trainer.samples.single_turn import generate_with
@@ -89,7 +90,7 @@ def require_stops(folder: Path, options: dict[str, Any]) -> None:
     backend, engine = build({**options, "rollout_stop": [*stop]})
     try:
         engine.update_weights(backend.hf_weights(engine.weight_naming), 0)
-        tokenizer, sampling = open_tokenizer(folder, False), replace(SAMPLING, num_samples=8)
+        tokenizer, sampling = engine_tokenizer(folder, False), replace(SAMPLING, num_samples=8)
         prompts = [Prompt(text, tokenizer.convert_tokens_to_ids([text]), "") for text in "abde"]  # whole characters
         free = engine.generate(prompts, sampling)
         made = generate_with(engine, tokenizer, in_flight=False)(prompts, replace(sampling, stop=stop))

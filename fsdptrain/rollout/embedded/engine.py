@@ -20,7 +20,7 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
 from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialize, release
 from fsdptrain.rollout.sampling import uniform_stream
-from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.rollout.stop_tokens import engine_tokenizer, stop_tokens
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -125,9 +125,9 @@ class HFEngine:
             recorder = self._recorder([len(prompts[prompt].token_ids) for prompt in distinct], prompt_of_row)
         stop_strings = None
         if sampling.stop:
-            from fsdptrain.rollout.stop_strings import RowStops, open_tokenizer
+            from fsdptrain.rollout.stop_strings import RowStops
 
-            stop_strings = RowStops(sampling.stop, open_tokenizer(*self._source), len(chunk))
+            stop_strings = RowStops(sampling.stop, engine_tokenizer(*self._source), len(chunk))
         with recorder.recording() if recorder else nullcontext():
             tokens, logprobs = decode(
                 self.model,

@@ -1,7 +1,7 @@
 """Stop strings: a response ends with the token that completes one, however its tokens split the text."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -33,6 +33,7 @@ TOKENIZERS = {"byte level": splitting_tokenizer(TEXT), "byte fallback": with_byt
     strings=st.lists(st.sampled_from([*PARTS, "bb", "éé", "é", "€"]), min_size=1, max_size=3),
     size=st.integers(1, 8),
 )
+@example("byte fallback", [4, 5, 4], ["é"], 1)  # an incomplete character after it hides it
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(name, numbers, strings, size):
     tokenizer = TOKENIZERS[name]
     ids = [number % (len(tokenizer) + 1) for number in numbers]  # the last id is no token, as of a padded embedding
