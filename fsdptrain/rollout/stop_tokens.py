@@ -4,6 +4,7 @@ import logging
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -87,7 +88,7 @@ def _of_generation_config(checkpoint: Path, limit: float) -> tuple[int, ...]:
     return ids
 
 
-def _as_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
+def _as_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
