@@ -28,7 +28,7 @@ _TEXT: dict[str, Any] = {
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
-_QWEN_TOWER: dict[str, Any] = {
+QWEN_TOWER: dict[str, Any] = {
     **_TOWER, "depth": 2, "num_heads": 2, "in_channels": 3, "out_hidden_size": 64, "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }  # fmt: skip
@@ -38,7 +38,7 @@ _PLACES = {"vision_start_token_id": 261, "vision_end_token_id": 262, "image_toke
 
 
 def _qwen2_5_vl() -> PreTrainedModel:
-    tower = {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
+    tower = {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
     text = {**_TEXT, "rope_parameters": {**_MROPE, "rope_type": "default"}}
     text.pop("head_dim")
     return hf.Qwen2_5_VLForConditionalGeneration(
@@ -47,7 +47,7 @@ def _qwen2_5_vl() -> PreTrainedModel:
 
 
 def _qwen3_vl() -> PreTrainedModel:
-    tower = {**_QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    tower = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
     return hf.Qwen3VLForConditionalGeneration(
         hf.Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
@@ -55,7 +55,7 @@ def _qwen3_vl() -> PreTrainedModel:
 
 
 def _qwen3_5() -> PreTrainedModel:
-    tower = {**_QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
+    tower = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
     rope = {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
     layers = ["linear_attention", "full_attention"]
     text = {**_TEXT, **zoo.GDN, "rope_parameters": rope, "layer_types": layers}

@@ -81,7 +81,7 @@ class ExportDtypes:
     def cast(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a stream in `streamed` in their own dtypes."""
         counts = self.rounds and dist.get_rank() == 0
-        before = {self._bare(name): entry for name, entry in _entries(self.source)} if counts else {}
+        before = {self._bare(name): entry for name, entry in stored_entries(self.source)} if counts else {}
         for name, tensor in stream:
             bare = self._bare(name)
             dtype = self.wider.get(bare, self.dtype) if tensor.is_floating_point() else tensor.dtype
@@ -136,7 +136,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _entries(source: Path) -> Iterator[tuple[str, Any]]:
+def stored_entries(source: Path) -> Iterator[tuple[str, Any]]:
     """Yield the name and the slice of each tensor in the files of a checkpoint."""
     for file in weight_files(source):
         with safe_open(file, framework="pt") as opened:
@@ -146,7 +146,7 @@ def _entries(source: Path) -> Iterator[tuple[str, Any]]:
 def _stored_dtypes(source: Path) -> tuple[dict[str, torch.dtype], torch.dtype]:
     """Return the dtypes of the float tensors in the files of a checkpoint, by name, and that of most elements."""
     counts, stored = Counter[torch.dtype](), dict[str, torch.dtype]()
-    for name, entry in _entries(source):
+    for name, entry in stored_entries(source):
         if (dtype := _FLOATS.get(entry.get_dtype())) is not None:
             stored[name] = dtype
             counts[dtype] += torch.Size(entry.get_shape()).numel()

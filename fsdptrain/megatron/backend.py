@@ -1,5 +1,6 @@
 """The megatron-core training backend. It uses the same recipes, losses, packs and engines as FSDP."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.fsdp.export import export_policy
+from fsdptrain.fsdp.export import export_policy, stored_entries
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank, named_in_errors
@@ -25,13 +26,15 @@ from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, layout_of, run_packs
 from fsdptrain.megatron.groups import process_groups, start_groups
+from fsdptrain.megatron.hub_names import by_module, hub_state, shapes_of, vision_tensors
 from fsdptrain.megatron.masters import Masters, wrap
 from fsdptrain.megatron.model import build_model, build_options, has_transformer_engine
 from fsdptrain.megatron.parity import check_parity, small_models
 from fsdptrain.megatron.report import kernels_of, report_lines
-from fsdptrain.megatron.storage import identity, load_checkpoint, load_tensors, save_checkpoint
-from fsdptrain.megatron.transformer_config import transformer_config
-from fsdptrain.megatron.weights import WeightMap, by_module
+from fsdptrain.megatron.storage import identity, load_checkpoint, save_checkpoint
+from fsdptrain.megatron.table import text_path
+from fsdptrain.megatron.transformer_config import text_config, transformer_config
+from fsdptrain.megatron.weights import WeightMap, open_files
 from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
 from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.model.probes.layout import LayoutProbe
@@ -55,22 +58,21 @@ class MegatronBackend:
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         trust = config.model.trust_remote_code
         self._stock = build_meta_model(self.checkpoint_path, trust_remote_code=trust, attn_implementation="eager")
+        self._text = text = text_config(self.hf_config)
         with raise_on_all_ranks(ConfigError, "--backend megatron"):
             prepare_megatron()
-            if config.algorithm.algorithm == "sft" and self.hf_config.to_dict().get("attention_dropout"):
+            if config.algorithm.algorithm == "sft" and text.to_dict().get("attention_dropout"):
                 raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
         options = build_options(config)
         self.compute_dtype: torch.dtype = options["dtype"]
-        self._layout: Layout = layout_of(
-            self.hf_config, split, has_engine=options["has_engine"], dtype=self.compute_dtype
-        )
+        self._layout: Layout = layout_of(text, split, has_engine=options["has_engine"], dtype=self.compute_dtype)
         start_groups(split, timeout_s=config.launch.dist_timeout)
         self._groups = process_groups()
         with raise_on_all_ranks(ConfigError, "--backend megatron"):
-            built = transformer_config(self.hf_config, split, **options)
-            self._model = build_model(built, self.hf_config, spec=split.spec).to(self.device)
+            built = transformer_config(text, split, **options)
+            self._model = build_model(built, text, spec=split.spec).to(self.device)
         self.weights = WeightMap(self._model, self._stock)
-        copy = small_models(self.hf_config, split, options, device=self.device)
+        copy = small_models(text, split, options, device=self.device)
         difference, tolerance = check_parity(*copy, split, options)
         reason = "megatron-core packs with Transformer Engine alone, which is not here"
         if has_transformer_engine():
@@ -142,12 +144,18 @@ class MegatronBackend:
         return metrics
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
-        stream = self.weights.stream(dtype=self.compute_dtype)
-        return stream if naming == "hub" else by_module(stream, self._stock)
+        return self._named(naming, dtype=self.compute_dtype)
 
     def export(self, target: Path) -> None:
-        stream = partial(self.weights.stream, of=self._masters.whole_master)
+        stream = partial(self._named, "hub", of=self._masters.whole_master)
         export_policy(target, self._config, self.checkpoint_path, self._stock, stream)
+
+    def _named(self, naming: Naming, *, dtype: torch.dtype, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, and from the files those of the vision part, which no stage has. Collective."""
+        stream = self.weights.stream(dtype=dtype, **options)
+        yield from by_module(stream, self._stock) if naming == "module" or self._fused else stream
+        for name, tensor in vision_tensors(self.checkpoint_path, self._stock, modules=naming == "module"):
+            yield name, tensor.to(self.device, dtype)
 
     def save(self, directory: Path, step: int) -> None:
         save_checkpoint(directory, self.weights, self._masters, self._optimizer, step=step, model=self._identity)
@@ -166,14 +174,20 @@ class MegatronBackend:
             self._read(config.ref.load, "--ref-load")
             bank = ReferenceBank(self._model)
         self._read(str(self.checkpoint_path), "--hf-checkpoint", self._masters.take)
+        fused = re.compile(rf"{text_path(self._stock)}\..*\.experts\.down_proj")
+        self._fused = any(fused.fullmatch(name) for name, _ in stored_entries(self.checkpoint_path))
         self._masters.publish()
         return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
 
     def _read(self, name: str, flag: str, put: Callable[[str, Tensor], None] | None = None) -> None:
         with named_in_errors(flag):
             path = resolve_checkpoint(name)
-            with raise_on_all_ranks(CheckpointError, f"{flag} {path}"):
-                load_tensors(path, self.weights, put)
+            shapes = shapes_of(hub_state(self._stock))
+            with (
+                raise_on_all_ranks(CheckpointError, f"{flag} {path}"),
+                open_files(path, shapes, ignored=self.weights.ignored) as source,
+            ):
+                self.weights.load(source, put)
 
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
         model = self._wrapped if train else self._model
@@ -182,7 +196,7 @@ class MegatronBackend:
     def _logprobs(self, hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
         chunk_size, temperature = self._config.model.logprob_chunk_size, self._config.scoring_temperature
         truncation = Truncation.of(self._config.rollout)
-        head = LogprobsHead(self.hf_config.vocab_size, self._layout, chunk_size, temperature, truncation)
+        head = LogprobsHead(self._text.vocab_size, self._layout, chunk_size, temperature, truncation)
         return head(self._model, hidden, batch, with_entropy=with_entropy)
 
     @property

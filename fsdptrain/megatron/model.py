@@ -13,7 +13,7 @@ from fsdptrain.features.sections import ActivationMemoryConfig
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron, quiet_megatron
 from fsdptrain.megatron.groups import process_groups
-from fsdptrain.megatron.transformer_config import rotary_options, transformer_config, wraps
+from fsdptrain.megatron.transformer_config import rotary_options, text_config, transformer_config, wraps
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.meta import build_meta_model
 from fsdptrain.user_code import import_attribute
@@ -57,7 +57,7 @@ def check_sizes(config: Config) -> None:
         attn_implementation="eager",
     )
     options: dict[str, Any] = build_options(config) | {"has_engine": True, "on_cpu": False}
-    transformer_config(model.config, config.section(MegatronConfig), **options)
+    transformer_config(text_config(model.config), config.section(MegatronConfig), **options)
 
 
 def layer_spec(

@@ -15,9 +15,10 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import LogprobsHead, layout_of, run_packs
+from fsdptrain.megatron.hub_names import hub_state
 from fsdptrain.megatron.model import build_model
 from fsdptrain.megatron.transformer_config import family_of, transformer_config
-from fsdptrain.megatron.weights import WeightMap, hub_state
+from fsdptrain.megatron.weights import WeightMap
 from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import TOLERANCES, over_ranks, plain_batch
 from fsdptrain.model.probes.random_copy import EXPERT_KEYS, cut_widths

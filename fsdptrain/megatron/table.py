@@ -2,8 +2,9 @@
 
     decoder.layers.3.self_attention.linear_qkv.weight  <->  model.layers.3.self_attn.{q,k,v}_proj.weight   by groups
 
-A module with a string attribute `hub_name` (a transformers module inside a layer) is not looked up: its tensors are
-copies of model.layers.<i>.<hub_name>. A tensor without a mapping is an error.
+`model` is the path of the language model; beside a vision part it is `model.language_model`. A module with a string
+attribute `hub_name` (a transformers module inside a layer) is not looked up: its tensors are copies of
+model.layers.<i>.<hub_name>. A tensor without a mapping is an error.
 """
 
 import re
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.megatron.conversions import Columns, Conversion, Copy, Interleaved, Vocabulary
 from fsdptrain.megatron.model import padded_vocab
 from fsdptrain.model.loading.files import some_of
+from fsdptrain.model.structure import language_model
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -66,12 +68,18 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 _NOT_STORED = ("_extra_state", "local_tokens_per_expert")
 
 
-def table(model: "GPTModel", config: PreTrainedConfig) -> list[Entry]:
+def text_path(stock: PreTrainedModel) -> str:
+    """Return the path of the language model."""
+    text = language_model(stock)
+    return next(name for name, module in stock.named_modules() if module is text)
+
+
+def table(model: "GPTModel", config: PreTrainedConfig, path: str) -> list[Entry]:
     """Build the table of this rank's stage. Raises CheckpointError, with their names, for tensors without a mapping."""
     wrapped = {name: str(vars(m)["hub_name"]) for name, m in model.named_modules() if "hub_name" in vars(m)}
     entries, unknown = [], []
     for name in stored_tensors(model):
-        entry = _outside(name, model, config) or _inside(name, model, config, wrapped)
+        entry = _outside(name, model, config, path) or _inside(name, model, config, path, wrapped)
         entries += [entry] if entry else []
         unknown += [] if entry else [name]
     if unknown:
@@ -79,26 +87,28 @@ def table(model: "GPTModel", config: PreTrainedConfig) -> list[Entry]:
     return entries
 
 
-def _outside(name: str, model: "GPTModel", config: PreTrainedConfig) -> Entry | None:
+def _outside(name: str, model: "GPTModel", config: PreTrainedConfig, path: str) -> Entry | None:
     """Map embedding, last norm and head."""
     tensor = model.config.tensor_model_parallel_size
     vocabulary = Vocabulary(config.vocab_size, padded_vocab(config.vocab_size, tensor))
-    embedding = ("model.embed_tokens.weight",)
+    embedding = (f"{path}.embed_tokens.weight",)
     if name == "embedding.word_embeddings.weight":
         return Entry(name, embedding, vocabulary)
     if name == "output_layer.weight":
         tied = config.tie_word_embeddings
         return Entry(name, embedding if tied else ("lm_head.weight",), vocabulary, is_copy=tied)
-    return Entry(name, ("model.norm.weight",), Copy()) if name == "decoder.final_layernorm.weight" else None
+    return Entry(name, (f"{path}.norm.weight",), Copy()) if name == "decoder.final_layernorm.weight" else None
 
 
-def _inside(name: str, model: "GPTModel", config: PreTrainedConfig, wrapped: Mapping[str, str]) -> Entry | None:
+def _inside(
+    name: str, model: "GPTModel", config: PreTrainedConfig, path: str, wrapped: Mapping[str, str]
+) -> Entry | None:
     """Map a tensor of a layer. Layer numbers in the files count over all stages."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return None
     layer = model.decoder.layers[int(match[1])].layer_number - 1  # type: ignore[operator, union-attr]
-    prefix, rest = f"model.layers.{layer}.", match[2]
+    prefix, rest = f"{path}.layers.{layer}.", match[2]
     for module, hub_name in wrapped.items():
         if name.startswith(f"{module}."):
             return Entry(name, (f"{prefix}{hub_name}.{name.removeprefix(module + '.')}",), Copy())

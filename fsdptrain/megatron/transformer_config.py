@@ -4,6 +4,7 @@ Features of a model family that megatron-core does not support are rejected by n
 that is missed here: it compares the built model with the config and with the transformers model.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 _REMEDY = "use --backend fsdp"
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of the config of the language model: megatron-core has no vision part."""
+    text = copy.deepcopy(config.get_text_config())
+    text.tie_word_embeddings = config.tie_word_embeddings  # decides, where both say it
+    return text
 
 
 def _experts(config: PreTrainedConfig) -> dict[str, Any]:

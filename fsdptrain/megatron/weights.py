@@ -6,8 +6,9 @@ gathered over the ranks that share it, and every rank gets the full tensor.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,36 +18,26 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.megatron.conversions import Source
 from fsdptrain.megatron.groups import process_groups
-from fsdptrain.megatron.table import Entry, stored_tensors, table
+from fsdptrain.megatron.hub_names import Shapes, hub_state, shapes_of
+from fsdptrain.megatron.table import Entry, stored_tensors, table, text_path
+from fsdptrain.megatron.transformer_config import text_config
 from fsdptrain.model.loading.files import some_of, weight_files
 from fsdptrain.model.loading.materialize import refuse_leftovers
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-def hub_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint of `model`, by their names in the files."""
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return revert_weight_conversion(model, {name: t for name, t in model.state_dict().items() if name not in tied})
-
-
-def hub_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of `hub_state`. `model` may be on meta."""
-    return {name: tuple(t.shape) for name, t in hub_state(model).items()}
-
 
 @contextmanager
 def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> Iterator[Source]:
     """Open the safetensors files of a checkpoint for slice-wise reads. Raises CheckpointError if shapes do not match.
+
+    Experts in one tensor get the names that they have in files which store each by itself.
 
     ignored: patterns of extra names to accept, as transformers does (for example heads that predict several tokens).
     """
@@ -54,12 +45,43 @@ def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> It
         found: dict[str, Any] = {}
         for file in weight_files(path):
             opened = stack.enter_context(safe_open(file, framework="pt"))
-            found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                found |= {name: opened.get_slice(name)} if name in shapes else _apart(name, opened.get_slice(name))
         # a tied head may be stored twice; rotary tables are computed
         known = re.compile("|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *ignored]))
         unused = {name for name in found if name not in shapes and not known.search(name)}
         refuse_leftovers(path, shapes.keys() - found.keys(), unused)
         yield found.__getitem__
+
+
+@dataclass(frozen=True)
+class _OfExpert:
+    """Rows of one expert in a file's tensor of all, [E, F, D]. It is sliced as a tensor of its own."""
+
+    whole: Any
+    expert: int
+    start: int
+    stop: int
+
+    def get_shape(self) -> tuple[int, int]:
+        return self.stop - self.start, self.whole.get_shape()[2]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.whole[self.expert : self.expert + 1, self.start : self.stop][0][index]
+
+
+def _apart(name: str, whole: Any) -> dict[str, Any]:
+    layer, _, kind = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+    if not parts or not layer.endswith(".experts"):
+        return {name: whole}
+    count, height = whole.get_shape()[:2]
+    rows = height // len(parts)
+    return {
+        f"{layer}.{expert}.{part}.weight": _OfExpert(whole, expert, i * rows, (i + 1) * rows)
+        for expert in range(count)
+        for i, part in enumerate(parts)
+    }
 
 
 class Exported(NamedTuple):
@@ -77,14 +99,14 @@ class WeightMap:
         """Build and check the table. stock: the same model in transformers, possibly on meta.
 
         shapes: shapes of the files, if they differ from those of `stock`. Raises CheckpointError on all ranks unless
-        every tensor of the files is used exactly once.
+        every tensor of the files is used exactly once, but for those of a vision part.
         """
         self._groups = groups = process_groups()
         self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.ep.size()
-        self._model, self._shapes = model, hub_shapes(stock) if shapes is None else shapes
+        self._model, self._shapes = model, shapes or shapes_of(hub_state(stock, vision=False))
         self.ignored = list(stock._keys_to_ignore_on_load_unexpected or ())
         with raise_on_all_ranks(CheckpointError, "--backend megatron"):
-            self.entries = table(model, stock.config)
+            self.entries = table(model, text_config(stock.config), text_path(stock))
         tensors = [(e, self._tensors[e.name]) for e in self.entries if not e.is_copy]
         own = [Exported(e, x.dtype, isinstance(x, nn.Parameter)) for e, x in tensors]
         self._stages: list[Any] = [None] * groups.pp.size()  # a list[Exported] each
@@ -205,30 +227,3 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
-
-
-def by_module(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Rename the weights to the modules of transformers, which stores the experts of a layer in one tensor.
-
-    `model` may be on meta. Holds the experts of at most one layer at a time.
-    """
-    known = set(model.state_dict())
-    waiting: dict[str, dict[int, dict[str, Tensor]]] = {}  # layer -> expert -> projection
-    for name, tensor in weights:
-        if name in known:
-            yield name, tensor
-            continue
-        prefix, _, rest = name.partition(".experts.")
-        number, projection, _ = rest.split(".")
-        experts = waiting.setdefault(prefix, {})
-        experts.setdefault(int(number), {})[projection] = tensor
-        fused = model.get_parameter(f"{prefix}.experts.down_proj")
-        if sum(len(found) for found in experts.values()) == 3 * fused.shape[0]:
-            rows = [experts[i] for i in sorted(experts)]
-            yield (
-                f"{prefix}.experts.gate_up_proj",
-                torch.stack([torch.cat([x["gate_proj"], x["up_proj"]]) for x in rows]),
-            )
-            yield f"{prefix}.experts.down_proj", torch.stack([x["down_proj"] for x in rows])
-            del waiting[prefix]
-    assert not waiting, waiting.keys()

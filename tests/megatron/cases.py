@@ -8,16 +8,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.megatron.config import MegatronConfig
-from tests import families, zoo
+from fsdptrain.model.loading.meta import model_from_config
+from tests import families, vision_zoo, zoo
 from tests.testing import save_hub
 
 VOCAB_SIZE = 263  # odd: tensor parallel must pad it
-RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # Qwen3.5 as released: with a vision part, and fused experts
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}  # of transformer_config
 _PATIENCE = 900.0  # [s] of ranks for each other: their test ends sooner
 _TWO_OF_EACH = {  # of a width at which float32 has 5 digits of the gradients of A_log and dt_bias: they nearly cancel
@@ -31,8 +41,14 @@ _AXES = {"mrope_section": [2, 1, 1]}  # of Qwen3.5, which knows images
 
 def config(family: str, **changes: Any) -> PreTrainedConfig:
     if family in RECURRENT:
-        found = families.config(family, **(_TWO_OF_EACH | changes))
-        found.rope_parameters |= _AXES if family != "qwen3_next" else {}
+        text = families.config(f"{family}_text".replace("next_text", "next"), **(_TWO_OF_EACH | changes))
+        if family == "qwen3_next":
+            return text
+        text.rope_parameters |= _AXES
+        tower = vision_zoo.QWEN_TOWER | {"out_hidden_size": text.hidden_size, "num_position_embeddings": 64}
+        tied = text.tie_word_embeddings
+        found = CONFIG_MAPPING[family](text_config=text.to_dict(), vision_config=tower, tie_word_embeddings=tied)
+        found.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(found)].__name__]
         return found
     return zoo.config(family, **changes)
 
@@ -41,9 +57,21 @@ def save(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """A checkpoint whose every parameter is random, with a vocabulary that nothing divides."""
     torch.manual_seed(seed)
     made = config(family, **({"vocab_size": VOCAB_SIZE} | changes))
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    model = model_from_config(made, dtype=torch.float32)
     zoo.randomize(model, seed)
-    return save_hub(model, folder)
+    save_hub(model, folder)
+    if family == "qwen3_5_moe":
+        save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def load(folder: Path) -> Any:
+    """The model of transformers, which names its tensors as one that was made from its config."""
+    found = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForCausalLM if found.get_text_config() is found else AutoModelForImageTextToText
+    model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    vars(model).pop("_weight_conversions", None)
+    return model
 
 
 class Built(NamedTuple):
@@ -65,15 +93,16 @@ def start(**split: Any) -> MegatronConfig:
 
 def build(folder: Path, **split: Any) -> Built:
     """The model of transformers, and that of megatron-core with its weights."""
+    from fsdptrain.megatron.hub_names import hub_state, shapes_of
     from fsdptrain.megatron.model import build_model
-    from fsdptrain.megatron.transformer_config import transformer_config
-    from fsdptrain.megatron.weights import WeightMap, hub_shapes, open_files
+    from fsdptrain.megatron.transformer_config import text_config, transformer_config
+    from fsdptrain.megatron.weights import WeightMap, open_files
 
-    chosen, found = start(**split), AutoConfig.from_pretrained(folder)
-    stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    chosen, stock = start(**split), load(folder)
+    found = text_config(stock.config)
     model = build_model(transformer_config(found, chosen, **OPTIONS), found, spec=chosen.spec)
     weights = WeightMap(model, stock)
-    with open_files(folder, hub_shapes(stock)) as source:
+    with open_files(folder, shapes_of(hub_state(stock))) as source:
         weights.load(source)
     return Built(stock, model, weights)
 
@@ -81,8 +110,9 @@ def build(folder: Path, **split: Any) -> Built:
 def parity(found: PreTrainedConfig, split: MegatronConfig, **options: Any) -> float:
     """How far the logprobs of a small random copy are from those of transformers, where groups were started."""
     from fsdptrain.megatron.parity import check_parity, small_models
+    from fsdptrain.megatron.transformer_config import text_config
 
-    chosen = OPTIONS | options
+    chosen, found = OPTIONS | options, text_config(found)
     return check_parity(*small_models(found, split, chosen, device=torch.device("cpu")), split, chosen)[0]
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.model.rows import Layout
+from fsdptrain.model.structure import vision_parameters
 from fsdptrain.types import PackedBatch
 from tests.megatron import cases
 from tests.megatron.training import whole_gradient
@@ -98,7 +97,7 @@ def _compare(case: Case, folder: Path) -> Found:
     from fsdptrain.megatron.masters import Masters, wrap
 
     built = cases.build(folder, **case.split)
-    wrong = _changed(built, folder)
+    wrong = _changed(built)
     wrapped = wrap(built.model)
     masters, head = Masters(wrapped), LogprobsHead(cases.VOCAB_SIZE, case.layout, chunk_size=8)
     wanted, expected = transformers_says(folder, case.num_packs)
@@ -124,15 +123,12 @@ def _compare(case: Case, folder: Path) -> Found:
     return Found(max(errors, key=_nan_first), relative[worst], worst, abs(norm.item() - 1), wrong)
 
 
-def _changed(built: cases.Built, folder: Path) -> list[str]:
-    from fsdptrain.megatron.weights import by_module
+def _changed(built: cases.Built) -> list[str]:
+    from fsdptrain.megatron.hub_names import by_module, hub_state, module_state
 
-    files, state = load_file(folder / "model.safetensors"), built.stock.state_dict()
-    tied = built.stock.get_expanded_tied_weights_keys(all_submodels=True)
-    state = {name: tensor for name, tensor in state.items() if name not in tied}
     return [
-        *_differing(built.weights.stream(), files),
-        *_differing(by_module(built.weights.stream(), built.stock), state),
+        *_differing(built.weights.stream(), hub_state(built.stock, vision=False)),
+        *_differing(by_module(built.weights.stream(), built.stock), module_state(built.stock, vision=False)),
     ]
 
 
@@ -155,7 +151,7 @@ def packs() -> list[PackedBatch]:
 @cache
 def transformers_says(folder: Path, num_packs: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Logprobs of each pack, segment by segment, and the gradients of the loss by the names in the files."""
-    stock: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    stock = cases.load(folder)
     batches, found = packs()[:num_packs], []
     for batch in batches:
         parts = []
@@ -165,7 +161,8 @@ def transformers_says(folder: Path, num_packs: int) -> tuple[list[Tensor], dict[
         found.append(torch.cat(parts))
     losses = [(values * batch.advantages).sum() for values, batch in zip(found, batches, strict=True)]
     torch.stack(losses).sum().backward()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in stock.named_parameters()}
+    text = {name: p for name, p in stock.named_parameters() if name not in vision_parameters(stock)}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in text.items()}
     return [values.detach() for values in found], revert_weight_conversion(stock, gradients)
 
 

@@ -38,13 +38,13 @@ WRAPPED = (*cases.RECURRENT, "deepseek_v3")  # whose mixers megatron-core lacks
 CASES += [
     *(Case(family, {}, 2, num_packs=2) for family in WRAPPED),  # rows
     *(Case(family, split, 2, "packed", num_packs=2) for family in WRAPPED for split in ({}, STAGES, TENSOR)),
-    *(Case(family, EXPERTS, 2, "packed", num_packs=2) for family in WRAPPED if family != "qwen3_5_text"),
+    *(Case(family, EXPERTS, 2, "packed", num_packs=2) for family in WRAPPED if family != "qwen3_5"),
     Case("qwen3_next", STAGES | EXPERTS, 4, "packed", num_packs=2),
 ]
 FEW += [
     Case("qwen3_next", {}, 2, num_packs=2),
-    Case("qwen3_5_text", TENSOR, 2, "packed", num_packs=2),
-    Case("deepseek_v3", EXPERTS, 2, "packed", num_packs=2),
+    Case("qwen3_5", TENSOR, 2, "packed", num_packs=2),
+    Case("qwen3_5_moe", EXPERTS, 2, "packed", num_packs=2),
 ]
 
 

@@ -21,11 +21,12 @@ def faults(folder: Path) -> dict[str, str]:
     from megatron.core.models.gpt import gpt_layer_specs
 
     from fsdptrain.megatron import conversions, table
+    from fsdptrain.megatron.hub_names import hub_state, shapes_of
     from fsdptrain.megatron.model import has_transformer_engine
-    from fsdptrain.megatron.weights import WeightMap, hub_shapes, open_files
+    from fsdptrain.megatron.weights import WeightMap, open_files
 
     built = cases.build(folder)
-    model, stock, config, shapes = built.model, built.stock, built.stock.config, hub_shapes(built.stock)
+    model, stock, config, shapes = built.model, built.stock, built.stock.config, shapes_of(hub_state(built.stock))
     said: dict[str, str] = {"sound": f"{parity(config) < 1e-5}"}
     rare = zoo.config("qwen3", vocab_size=600, pad_token_id=599)  # beyond the vocabulary of the copy
     said["a pad token at the end"] = f"{parity(rare) < 1e-5}"

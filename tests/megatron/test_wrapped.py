@@ -7,6 +7,7 @@ from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import layout_of
 from fsdptrain.megatron.hf_spec import hf_modules
 from fsdptrain.megatron.model import WRAPPED
+from fsdptrain.megatron.transformer_config import text_config
 from fsdptrain.model.rows import Layout
 from tests import zoo
 from tests.megatron import cases, wrapped_cases
@@ -19,7 +20,7 @@ def test_a_users_layers_take_rows_of_any_length_under_tensor_parallel():
 
 
 def test_classes_are_those_that_the_models_own_layers_have():
-    found = hf_modules(cases.config("qwen3_5_text"))
+    found = hf_modules(text_config(cases.config("qwen3_5")))
     assert [(name, made.__name__) for name, made in found.mixers] == [
         ("linear_attn", "Qwen3_5GatedDeltaNet"),
         ("self_attn", "Qwen3_5Attention"),
