@@ -24,9 +24,10 @@ def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
 
 
 def relative(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Return the largest difference over all tensors, relative to the largest element of its tensor."""
+    """Return the largest difference over all tensors, relative to the largest element of its tensor, which may be 0."""
     assert found.keys() == wanted.keys()
-    return max(((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item() for n in wanted)
+    largest = {name: tensor.abs().max().clamp(min=1e-30) for name, tensor in wanted.items()}
+    return max(((found[n] - wanted[n]).abs().max() / largest[n]).item() for n in wanted)
 
 
 def checksum(tensor: Tensor, kind: ChecksumKind = "values") -> int:

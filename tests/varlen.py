@@ -1,5 +1,6 @@
 """The documented meaning of torch.nn.attention.varlen.varlen_attn, and dense attention, in plain torch."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -39,3 +40,14 @@ def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *limits: Any, scale: float, win
         segment = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
         parts.append(dense(*segment, scaling=scale, window=None if left < 0 else left + 1))
     return torch.cat(parts, dim=1)[0]
+
+
+def require_near(found: Tensor, half: Sequence[Tensor], wanted: Tensor, exact: Sequence[Tensor], *, bound: float):
+    """Results and gradients in bfloat16 on a device: of `found` for `half`, near those of `wanted` for `exact`."""
+    torch.testing.assert_close(found.double().cpu(), wanted, rtol=0, atol=4e-2)
+    found.sum().backward()
+    wanted.sum().backward()
+    for got, expected in zip(half, exact, strict=True):
+        assert got.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(got.grad.double().cpu(), expected.grad, rtol=5e-2, atol=bound)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,3 +113,19 @@ class LargestTensor(TorchDispatchMode):
         sizes = [tensor.numel() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
         self.numel = max([self.numel, *sizes])
         return out
+
+
+def bytes_saved(model: nn.Module, forward: Callable[[], Any]) -> int:
+    """Bytes that autograd keeps of what `forward` computes, without the parameters of `model`."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(storage.nbytes() for storage in saved.values())

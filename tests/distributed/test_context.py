@@ -1,12 +1,10 @@
 """Context parallelism: families, what ranks keep, and routes. Gradients of each mesh: test_laws.py."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdptrain.enabled_features import Features
@@ -21,36 +19,29 @@ from tests.seam import install_replay, routed_logprobs
 from tests.sweep import sweep
 from tests.testing import spawn
 
+from .storages import bytes_saved
+
 LENGTHS = (37, 5, 50, 1, 10)  # borders of ranks fall everywhere; 103 is no multiple of 2
 SEGMENTS_OF_TOKENS = [[5 + (7 * i + number) % 250 for i in range(length)] for number, length in enumerate(LENGTHS)]
 
 
-def replayed() -> tuple[bool, bool, bool]:
-    """Whether own routes change nothing, others something, and are those of a model whose tokens are not dealt."""
+def recorded() -> bool:
+    """Whether the routes of a model whose tokens are dealt are those of one whose tokens are not."""
     found = []
-    for shared in (False, True):
+    for more in ([], [ContextParallelFeature(UlyssesGroup.of(init_device_mesh("cpu", (2,))))]):
         model = in_float64(zoo.build("qwen3_moe"))
-        more = [ContextParallelFeature(UlyssesGroup.of(init_device_mesh("cpu", (2,))))] if shared else []
         install_replay(model, chunk_size=7, more=more)
         register_attention()
         set_attention(model, SEGMENTS)
         batch = plain_batch(SEGMENTS_OF_TOKENS, device=torch.device("cpu"))
         with torch.no_grad(), Exact():
-            first = routed_logprobs(model, batch, layout="packed", with_routes=True)
-            routes = first.extras["routes"]
-            again = policy_logprobs(model, replace(batch, routes=routes), layout="packed")
-            rolled = replace(batch, routes=routes.roll(1, 0))
-            other = routed_logprobs(model, rolled, layout="packed", with_routes=True)
-        assert torch.equal(other.extras["routes"], routes.roll(1, 0))
-        found.append((first, again, other))
-    (alone, _, alone_other), (first, again, other) = found
-    assert (other.values - alone_other.values).abs().max() < 1e-12
-    changed = not torch.equal(other.values, first.values)
-    return torch.equal(again.values, first.values), changed, torch.equal(first.extras["routes"], alone.extras["routes"])
+            found.append(routed_logprobs(model, batch, layout="packed", with_routes=True).extras["routes"])
+    return torch.equal(*found)
 
 
-def test_routes_are_known_to_all_ranks_and_can_be_replayed():
-    assert spawn(2, replayed) == [(True, True, True)] * 2
+def test_routes_are_known_to_all_ranks():
+    """Their replay: test_laws.py."""
+    assert spawn(2, recorded) == [True, True]
 
 
 def kept(size: int) -> int:
@@ -61,18 +52,8 @@ def kept(size: int) -> int:
     features = [ContextParallelFeature(UlyssesGroup.of(mesh["context"]))] if size > 1 else []
     install_policy_forward(model, chunk_size=256, features=Features(features))
     set_attention(model, SEGMENTS)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy_logprobs(model, plain_batch([[5] * 4000, [7] * 96], device=torch.device("cpu")), layout="packed")
-    return sum(storage.nbytes() for storage in found.values())
+    batch = plain_batch([[5] * 4000, [7] * 96], device=torch.device("cpu"))
+    return bytes_saved(model, lambda: policy_logprobs(model, batch, layout="packed"))
 
 
 def all_kept() -> list[int]:
@@ -87,11 +68,7 @@ def test_activations_are_shared_by_the_ranks():
 
 FEW = ["gemma3_text", "gpt_oss", "falcon_h1"]  # windows, sinks; a state
 MORE = ["gemma2", "deepseek_v3", "gpt2", "laguna", "gemma3n_text"]  # softcap, MLA, learned positions
-REFUSED = {
-    "bloom": "custom code",
-    "llama4_text": "chunked_attention",
-    "deepseek_v32": "indexed_attention",
-    "minimax": "linear_attention",
+REFUSED = {  # others: tests/features/context_parallel/test_checks.py
     "rwkv": "custom code",
     "nemotron": "is not computed exactly",  # by the probe: it passes no keyword arguments on
     "zaya": "carries a state",

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdptrain.algo.weights import num_loss_tokens
 from fsdptrain.data.packing.exchange import _without_tokens, exchange_samples
 from fsdptrain.data.packing.sample_index import gather_index
 from fsdptrain.types import Sample
+from tests.properties.strategies import random_sample
 from tests.testing import spawn
 
 COUNTS = [5, 0, 11, 2]  # samples that ranks generated; one has none
@@ -19,7 +19,8 @@ COUNTS = [5, 0, 11, 2]  # samples that ranks generated; one has none
 
 def make_samples(rank: int, *, routes: bool = False) -> list[Sample]:
     rng = Random(rank)
-    samples = [make_sample(rng, f"task:{rank}ü{index}") for index in range(COUNTS[rank])]
+    names = [f"task:{rank}ü{index}" for index in range(COUNTS[rank])]
+    samples = [random_sample(rng, rng.choice([1, 2, rng.randrange(3, 60)]), name) for name in names]
     if not routes:
         return samples
     return [replace(s, routes=torch.tensor(numbers(rng, len(s.token_ids)), dtype=torch.int16)) for s in samples]
@@ -28,23 +29,6 @@ def make_samples(rank: int, *, routes: bool = False) -> list[Sample]:
 def numbers(rng: Random, length: int) -> list:
     """Routes of `length` tokens in 3 layers, 2 experts each."""
     return [[[rng.randrange(-1, 300) for _ in range(2)] for _ in range(3)] for _ in range(length)]
-
-
-def make_sample(rng: Random, group_id: str) -> Sample:
-    length = rng.choice([1, 2, rng.randrange(3, 60)])
-    mask = [False] + [rng.random() < 0.7 for _ in range(length - 1)]
-    return Sample(
-        group_id=group_id,
-        token_ids=[rng.choice([0, rng.randrange(2**31)]) for _ in range(length)],
-        loss_mask=mask,
-        rollout_logprobs=[-rng.expovariate(1) if m else 0.0 for m in mask],
-        reward=rng.choice([None, 0.0, -0.0, rng.random()]),
-        rewards={name: rng.random() for name in rng.sample(["math", "format", "länge"], rng.randrange(4))},
-        advantage=rng.gauss(0, 1),
-        policy_version=rng.randrange(2**31),
-        versions=rng.choice([None, [rng.randrange(2**31) for _ in range(length)]]),
-        truncated=rng.random() < 0.5,
-    )
 
 
 def key(sample: Sample) -> str:
@@ -83,9 +67,3 @@ def test_what_all_ranks_gather_of_a_sample_has_no_value_per_token() -> None:
         assert (record.token_ids, record.loss_mask, record.rollout_logprobs) == ([], [], [])
         assert record.routes is None
         assert not record.versions
-
-
-def test_loss_tokens_of_all_ranks_are_the_denominator() -> None:
-    samples = [sample for rank in range(4) for sample in make_samples(rank)]
-    totals = gather_index(samples).totals(*[range(len(samples))] * 2)
-    assert totals.num_tokens == sum(map(num_loss_tokens, samples))

@@ -16,6 +16,7 @@ from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.optimizer import MAX_SKIPPED
 from fsdptrain.fsdp.optimizer_state import state_tensors
+from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.samples.source import own_share
@@ -111,12 +112,14 @@ def keep_gradients(optimizer) -> dict:
 def swap(checkpoint: str, values: dict):
     """Reference logprobs before and after training; the policy around a swap, and around one that breaks off."""
     backend = FSDPBackend(config(checkpoint, kl_loss_coef=0.1, **values), total_steps=10)
-    packs = packs_of_this_rank(samples(), 128)
+    packs, swaps, stock = packs_of_this_rank(samples(), 64), [], ReferenceBank._swap
+    ReferenceBank._swap = lambda bank, model: swaps.append(model) or stock(bank, model)
 
     def score(role):
         return [x.values for x in backend.compute_logprobs(packs, role)]
 
     start, reference = score("policy"), score("reference")
+    assert len(swaps) == 2 <= len(packs), "one swap in and one out"
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     trained, weights = score("policy"), full_state(backend._model)
     later = score("reference")

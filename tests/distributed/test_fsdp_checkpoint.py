@@ -1,11 +1,9 @@
 """Checkpoints on real ranks: bitwise, whole at any moment, readable on other numbers of ranks, refused when broken."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdptrain import platform
 from fsdptrain.checkpoints import newest_checkpoint
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import CheckpointError
@@ -23,7 +20,6 @@ from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.optimizer_state import state_tensors
-from fsdptrain.fsdp.shard_files import HostStager
 from tests import zoo
 from tests.tensors import same
 from tests.testing import spawn
@@ -33,8 +29,8 @@ from .sharded import full, full_state, load_sharded, sharded_qwen3, train
 CONFIG = OptimConfig(lr=1e-2, lr_decay_style="cosine", weight_decay=0.1)
 
 
-def build(**options):
-    model = sharded_qwen3(**options)
+def build(family="", **options):
+    model = load_sharded(family) if family else sharded_qwen3(**options)
     return model, Optimizer(model, CONFIG, total_steps=10, fp16=options.get("fp16", False))
 
 
@@ -92,43 +88,19 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_with_its_random_numbers(
     assert len({str(result[2]) for result in before}) == world  # each rank has a random stream of its own
 
 
-def test_it_loads_on_another_number_of_ranks(tmp_path):
-    """Bitwise; and with 4 ranks some own no row of the small tensors."""
-    before = spawn(2, save_and_go_on, str(tmp_path), {"num_key_value_heads": 1, "head_dim": 2})
-    after = spawn(4, load_and_go_on, str(tmp_path), {"num_key_value_heads": 1, "head_dim": 2})
+@pytest.mark.parametrize(
+    ("num_ranks", "others", "options"),
+    [(2, 4, {"num_key_value_heads": 1, "head_dim": 2}), (4, 2, {"family": "qwen3_moe"})],
+)
+def test_it_loads_on_another_number_of_ranks(tmp_path, num_ranks, others, options):
+    """Bitwise. With 4 ranks some own no row of small tensors, and six experts are cut along their last dim."""
+    if "family" in options:
+        zoo.build(options["family"]).save_pretrained(tmp_path / "model")
+        options = {"family": str(tmp_path / "model")}
+    before = spawn(num_ranks, save_and_go_on, str(tmp_path), options)
+    after = spawn(others, load_and_go_on, str(tmp_path), options)
     assert same(before[0][1], after[0][1])
     assert before[0][3] == pytest.approx(after[0][3], rel=1e-4)
-
-
-def moe(path: str):
-    model = load_sharded(path)
-    return model, Optimizer(model, CONFIG, total_steps=10, fp16=False)
-
-
-def save_moe(path: str, directory: str):
-    model, optimizer = moe(path)
-    optimizer.zero_grad()
-    model(torch.arange(5, 25)[None], use_cache=False).logits.square().mean().backward()
-    optimizer.clip()
-    optimizer.step()
-    CheckpointFolder(Path(directory), keep_last=1).write(
-        1, lambda folder: save_checkpoint(folder, model, optimizer, step=1)
-    )
-    return everything(model, optimizer)
-
-
-def load_moe(path: str, directory: str):
-    model, optimizer = moe(path)
-    load_checkpoint(newest_checkpoint(Path(directory)), model, optimizer)
-    return everything(model, optimizer)
-
-
-def test_experts_that_were_sharded_over_another_dim_come_back_bitwise(tmp_path):
-    """Experts on four ranks are cut along their last dim, on two along the experts. deepseek_v3 has a buffer."""
-    zoo.build("deepseek_v3").save_pretrained(tmp_path / "model")
-    saved = spawn(4, save_moe, str(tmp_path / "model"), str(tmp_path))[0]
-    loaded = spawn(2, load_moe, str(tmp_path / "model"), str(tmp_path))[0]
-    assert same(saved, loaded)
 
 
 def fail_while_writing(directory: str, failing_rank: int):
@@ -171,64 +143,6 @@ def interrupt_while_writing(directory: str):
 
 def test_an_interrupt_while_writing_is_an_interrupt(tmp_path):
     assert spawn(1, interrupt_while_writing, str(tmp_path)) == [None]
-
-
-def write_until_killed(directory: str, kill_at: int, pipe):
-    """One process, one write in the background after the newest checkpoint; SIGKILL in front of its file operation
-    number `kill_at`."""
-    operations = 0
-    writing = False
-
-    def audit(event, args):
-        nonlocal operations
-        if writing and event in FILE_OPERATIONS and "checkpoints" in str(args[0]):
-            operations += 1
-            if operations == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(audit)
-    torch.set_num_threads(1)
-    with platform.process_group(60):
-        model, optimizer = build()
-        folder = CheckpointFolder(Path(directory), keep_last=1)
-        latest = newest_checkpoint(folder.directory.parent)
-        step = 0 if latest is None else load_checkpoint(latest, model, optimizer)
-        pipe.send(step)
-        train(model, optimizer, [step])
-        stager = HostStager(60)
-        writing = True
-        folder.write(step + 1, lambda path: save_checkpoint(path, model, optimizer, step=step + 1, stager=stager))
-        train(model, optimizer, range(20, 23))
-        folder.wait()
-        pipe.send(operations)
-
-
-FILE_OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
-
-
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
-    """SIGKILL in front of every fourth file operation of a write: the next process finds a whole checkpoint."""
-    assert killed_at(0, tmp_path, newest=0) == 0
-    newest, moment = 1, 1
-    while killed_at(moment, tmp_path, newest=newest) == -signal.SIGKILL:
-        names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
-        assert int(names[-1][5:13]) in (newest, newest + 1)
-        newest = int(names[-1][5:13])
-        moment += 4
-    assert moment > 16, "there are more file operations than that"
-
-
-def killed_at(moment: int, directory: Path, *, newest: int) -> int | None:
-    """Exit code of a process that found checkpoint `newest`, then wrote another one and was killed at `moment`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.testing"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=write_until_killed, args=(str(directory), moment, theirs))
-    process.start()
-    theirs.close()
-    process.join(60)
-    assert ours.recv() == newest, f"at file operation {moment}: not the newest whole checkpoint"
-    return process.exitcode
 
 
 def overwrite(path: Path, byte: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Export of sharded models: what was loaded comes out bitwise, by the names of the files."""
+"""Export of sharded models: dtypes, names, older exports. What comes out is what was loaded: test_sweep.py."""
 
 import json
 from functools import partial
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.export import ExportDtypes, export_hf
@@ -16,18 +16,17 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.structure import reshard
 from tests import zoo
-from tests.tensors import load_files, same
-from tests.testing import save_hub, save_tiny_checkpoint, spawn, tiny_tokenizer
+from tests.tensors import load_files
+from tests.testing import save_hub, save_tiny_checkpoint, spawn
 
 from .sharded import load_sharded
 
 # untied; tied; experts stacked in the model; experts stacked in the files. Other families: test_sweep.py.
-ARCHITECTURES = ["qwen3", "qwen2", "deepseek_v3", "gpt_oss"]
+ARCHITECTURES = ["qwen3", "qwen2", "deepseek_v3", "gpt_oss", "qwen3_next"]
 
 
 def write_zoo(name: str, folder: Path) -> Path:
     model = zoo.build(name, seed=3)
-    model.generation_config.max_new_tokens = 7
     return save_hub(model, folder, max_shard_size="100KB")
 
 
@@ -47,7 +46,7 @@ def export(model: PreTrainedModel, source: str, target: Path, dtype: torch.dtype
     export_hf(target, dtypes, partial(stream_weights, model, naming="hub"), **options)
 
 
-def export_many(sources: list[str], targets: list[str], dtype: torch.dtype = torch.float32):
+def export_many(sources: list[str], targets: list[str], dtype: torch.dtype):
     for source, target in zip(sources, targets, strict=True):
         model = load_sharded(source)
         model(torch.arange(5, 25)[None], use_cache=False)  # groups that stay gathered must not be exported stale
@@ -56,10 +55,9 @@ def export_many(sources: list[str], targets: list[str], dtype: torch.dtype = tor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_tensor_keeps_the_precision_in_which_its_source_stores_it(tmp_path, dtype):
-    names = [*ARCHITECTURES, "qwen3_next"]
-    sources = [write_zoo(name, tmp_path / f"in-{name}") for name in names]
-    targets = [tmp_path / f"out-{name}" for name in names]
-    for name, source in zip(names, sources, strict=True):
+    sources = [write_zoo(name, tmp_path / f"in-{name}") for name in ARCHITECTURES]
+    targets = [tmp_path / f"out-{name}" for name in ARCHITECTURES]
+    for name, source in zip(ARCHITECTURES, sources, strict=True):
         in_bfloat16(source, "model." if name in ("qwen2", "deepseek_v3") else "")
     spawn(2, export_many, [str(p) for p in sources], [str(p) for p in targets], dtype)
     for source, target in zip(sources, targets, strict=True):
@@ -70,22 +68,6 @@ def test_a_tensor_keeps_the_precision_in_which_its_source_stores_it(tmp_path, dt
             assert torch.equal(exported[name].to(tensor.dtype), tensor), name
         config = json.loads((target / "config.json").read_text())
         assert config["dtype"] == config["nested"]["in"]["dtype"] == str(dtype).removeprefix("torch.")
-
-
-def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
-    sources = [write_zoo(name, tmp_path / f"in-{name}") for name in ARCHITECTURES]
-    targets = [tmp_path / f"out-{name}" for name in ARCHITECTURES]
-    spawn(2, export_many, [str(p) for p in sources], [str(p) for p in targets])
-    for name, source, target in zip(ARCHITECTURES, sources, targets, strict=True):
-        assert same(load_files(target), load_files(source)), name
-        assert len([*target.glob("model-*.safetensors")]) > 1  # their index and sizes: test_hub_files.py
-        model, info = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
-        assert not info["missing_keys"], name
-        assert not info["unexpected_keys"], name
-        stock = zoo.build(name, seed=3).state_dict()
-        assert all(torch.equal(stock[key], tensor) for key, tensor in model.state_dict().items()), name
-        assert model.generation_config.max_new_tokens == 7
-        assert AutoTokenizer.from_pretrained(target).encode("spell") == tiny_tokenizer().encode("spell")
 
 
 def stream_in_both_namings(path: str):

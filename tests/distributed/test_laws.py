@@ -32,7 +32,7 @@ from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
 from tests.families import tiny
-from tests.tensors import load_files, same
+from tests.tensors import load_files, relative, same
 from tests.testing import save_hub, spawn
 
 from .sharded import full, full_state
@@ -233,21 +233,13 @@ def differences_to_one_rank(
 ) -> list[str]:
     broken = []
     for number, ((gradients, metrics), (gradients_alone, metrics_alone)) in enumerate(zip(taken, wanted, strict=True)):
-        if not (worst := largest_difference(gradients, gradients_alone)) < bound:
+        if not (worst := relative(gradients, gradients_alone)) < bound:
             broken.append(f"step {number}: a gradient differs by {worst:.1e}")
         differing = [n for n, v in metrics_alone.items() if metrics[n] != pytest.approx(v, rel=METRICS, abs=METRICS)]
         broken += [f"step {number}: {name}" for name in differing]
-    if not (worst := largest_difference(weights, {name: whole[name] for name in weights})) < bound:
+    if not (worst := relative(weights, {name: whole[name] for name in weights})) < bound:
         broken.append(f"a weight differs by {worst:.1e}")
     return broken
-
-
-def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Relative to the largest element of a tensor; the first gradients of one half of an adapter are 0."""
-    assert found.keys() == wanted.keys()
-    return max(
-        ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-30)).item() for name in wanted
-    )
 
 
 def broken_on_resume(backend: FSDPBackend, case: Case, hub: Path, folder: Path, saved: dict[str, Tensor]) -> list[str]:

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoModelForCausalLM, HrmTextConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests import zoo
+from tests import families, zoo
 from tests.testing import spawn
 
 from .sharded import load_sharded
@@ -34,14 +35,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_two_ranks_hold_the_plain_model_read_whole(checkpoints: Path):
-    for differences in spawn(2, _differences, checkpoints, FEW, True):
-        assert differences == _nothing(FEW)
-
-
-def test_two_replicas_of_two_shards_hold_the_plain_model(checkpoints: Path):
-    for differences in spawn(4, _differences, checkpoints, HSDP, False, 2):
-        assert differences == _nothing(HSDP)
+@pytest.mark.parametrize(("ranks", "names", "options"), [(2, FEW, {"whole": True}), (4, HSDP, {"replicas": 2})])
+def test_ranks_hold_the_plain_model(checkpoints: Path, ranks: int, names: tuple[str, ...], options: dict[str, Any]):
+    """Whose first rank reads whole tensors; two replicas of two shards."""
+    for differences in spawn(ranks, _differences, checkpoints, names, options):
+        assert differences == _nothing(names)
 
 
 def test_a_rank_without_experts_does_not_exist(tmp_path: Path):
@@ -54,7 +52,7 @@ def test_a_rank_without_experts_does_not_exist(tmp_path: Path):
 
 def test_a_conversion_that_mixes_rows_is_done_on_whole_tensors(tmp_path: Path):
     """hrm_text splits one tensor of the files into q, k, v and gate: slices of it would be wrong without an error."""
-    _hrm_text().save_pretrained(tmp_path)
+    families.save("hrm_text", tmp_path)
     assert spawn(2, _hrm_differences, tmp_path) == [[], []]
 
 
@@ -62,13 +60,9 @@ def _nothing(names: Iterable[str]) -> dict[str, list[str]]:
     return {name: [] for name in names}
 
 
-def _differences(root: Path, names: tuple[str, ...], whole: bool, replicas: int = 1) -> dict[str, list[str]]:
-    return {
-        name: _compare(
-            load_sharded(root / name, whole=whole, replicas=replicas), zoo.build(name, attn_implementation="eager")
-        )
-        for name in names
-    }
+def _differences(root: Path, names: tuple[str, ...], options: dict[str, Any]) -> dict[str, list[str]]:
+    plain = {name: zoo.build(name, attn_implementation="eager") for name in names}
+    return {name: _compare(load_sharded(root / name, **options), plain[name]) for name in names}
 
 
 def _few_experts(root: Path) -> tuple[dict[str, list[str]], dict[str, set[int]]]:
@@ -81,17 +75,8 @@ def _few_experts(root: Path) -> tuple[dict[str, list[str]], dict[str, set[int]]]
     return differences, columns
 
 
-def _hrm_text() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = HrmTextConfig(
-        vocab_size=zoo.VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16,
-        num_layers_per_stack=1,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
 def _hrm_differences(path: Path) -> list[str]:
-    return _unequal(dict(load_sharded(path).named_parameters()), dict(_hrm_text().named_parameters()))
+    return _unequal(dict(load_sharded(path).named_parameters()), dict(families.build("hrm_text").named_parameters()))
 
 
 def _compare(model: PreTrainedModel, plain: PreTrainedModel) -> list[str]:

@@ -11,16 +11,14 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.feature import enable_gradient_checkpointing
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optimizer import Optimizer
-from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.loading.materialize import store_in
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
-from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.policy import plain_batch, policy_logprobs
 from fsdptrain.model.probes.head import check_head
 from fsdptrain.model.probes.layout import choose_layout
-from fsdptrain.model.structure import reshard
 from tests import zoo
+from tests.seam import policy_model
 from tests.testing import spawn
 
 from .sharded import SHARDING, backward, sharded_qwen3, tokens
@@ -77,10 +75,7 @@ def test_experts_that_cannot_be_sharded_are_refused():
 
 def largest_tensor() -> tuple[float, int, float]:
     """The difference that the check of the head finds; elements of the largest tensor in a pass, and its gradients."""
-    model = zoo.build("qwen2")
-    register_attention()
-    model.set_attn_implementation(SEGMENTS)
-    install_policy_forward(model, chunk_size=16)
+    model = policy_model("qwen2")
     enable_gradient_checkpointing(model)
     shard_model(model, build_mesh(1), compute_dtype=torch.bfloat16, **SHARDING)
     options = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.bfloat16}
@@ -105,41 +100,16 @@ def test_all_logits_never_exist_on_the_sharded_model_either() -> None:
         assert LONG * zoo.HIDDEN <= numel < LONG * zoo.VOCAB_SIZE  # activations are seen, logits of a chunk only
 
 
-KEPT, OFFLOADED = {"reshard_after_forward": False}, {"cpu_offload": True}
-
-
 def logits(model):
     with torch.no_grad():
         return model(input_ids=tokens(50), use_cache=False).logits
-
-
-def scale(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            local_shard(p).mul_(1.5)
-    return model
-
-
-def write_after_forward(options: dict):
-    """Logits before a write to all shards, after it, and of a model that had these weights from the start."""
-    model = sharded_qwen3(**options)
-    before = logits(model)
-    reshard(model)
-    return before, logits(scale(model)), logits(scale(sharded_qwen3(**options)))
-
-
-@pytest.mark.parametrize("options", [KEPT, OFFLOADED])
-def test_a_write_after_reshard_is_seen_by_the_next_forward(options):
-    for before, after, expected in spawn(2, write_after_forward, options):
-        assert torch.equal(after, expected)
-        assert not torch.equal(after, before)
 
 
 def steps_after_evaluation():
     """Logits after an optimizer step, without and with an evaluation before it."""
     found = []
     for evaluate in (False, True):
-        model = sharded_qwen3(**KEPT)
+        model = sharded_qwen3(reshard_after_forward=False)
         optimizer = Optimizer(model, OptimConfig(lr=1e-2), total_steps=3, fp16=False)
         backward(model, optimizer, seed=0)
         if evaluate:

@@ -12,12 +12,6 @@ def doubled(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossO
     return replace(output, loss=2 * output.loss, metrics={**output.metrics, "policy/doubled": output.loss.detach()})
 
 
-def counted(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """The number of trained tokens of the step as a metric; metrics are sums over packs of values per token."""
-    output = LOSSES["reinforce"](batch, logprobs, config)
-    return replace(output, metrics={**output.metrics, "policy/num_loss_tokens": batch.loss_mask.sum().float()})
-
-
 def not_finite(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
     output = LOSSES["reinforce"](batch, logprobs, config)
     return replace(output, loss=output.loss * float("nan"))

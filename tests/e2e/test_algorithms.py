@@ -34,7 +34,7 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_rep
     checkpoint: Path, tmp_path: Path
 ) -> None:
     """With an advantage of 1 for all remaining samples, the mean over tokens is 1 if no other token is counted."""
-    flags = ["--rollout-max-response-len", "64", "--advantage-estimator", "tests.e2e.advantages:below_64_tokens"]
+    flags = ["--rollout-max-response-len", "64", "--advantage-estimator", "tests.e2e.rewards:below_64_tokens"]
     flags += ["--advantage-scale", "batch", "--mask-truncated"]
     metrics = command.train(checkpoint, tmp_path, *TINY, *flags)[-1]
     assert 0 < metrics["completion/truncated_fraction"] < 1
@@ -56,7 +56,7 @@ IDLE = [  # flags of features that compute a step without samples
 def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_them(
     checkpoint: Path, tmp_path: Path, flags: list[str]
 ) -> None:
-    zeros = ["--advantage-estimator", "tests.e2e.advantages:zeros", "--advantage-scale", "none"]
+    zeros = ["--advantage-estimator", "tests.e2e.rewards:zeros", "--advantage-scale", "none"]
     steps = ["--global-batch-size", "8", "--epochs-per-rollout", "2", "--mismatch-correction", "tis"]
     metrics = command.train(checkpoint, tmp_path, *TINY, *zeros, *steps, *flags, num_ranks=2)[-1]
     assert metrics["perf/skipped_tokens"] == 1

@@ -18,11 +18,9 @@ POINTS = [
 CODE = '''
 import json
 from dataclasses import replace
-from typing import Annotated
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Section
-from fsdptrain.config.rules import Requires
 from fsdptrain.feature import Feature
 from fsdptrain.rollout.embedded.engine import build_hf_engine
 
@@ -66,8 +64,6 @@ class AcmeConfig(Section):
 
     scale: float = 1.0
     """Factor on the loss."""
-    label: Annotated[str, Requires("acme_scale>1")] = ""
-    """Name of the factor."""
 
 
 class Scaled(Feature):
@@ -103,11 +99,9 @@ def test_a_package_adds_one_of_each_and_a_step_trains_with_it(checkpoint: Path, 
     argv += ["--loss", "acme:loss", "--advantage-estimator", "acme:advantage", "--reward", "acme:reward"]
     argv += ["--rollout-engine", "acme", "--no-export", "--keep-last", "0", "--reward-workers", "0"]
     site = {"PYTHONPATH": str(tmp_path / "site")}
-    refused = command.run([*argv, "--acme-label", "x"], tmp_path / "log", variables=site)
-    assert "--acme-label has no effect without --acme-scale above 1" in refused.err
     result = command.run([*argv, "--acme-scale", "2.5"], tmp_path / "log", variables=site)
     assert result.code == 0, result.err
     trained = [row for row in command.rows_of(tmp_path / "run" / "acme.jsonl") if "acme/loss" in row]
     assert [row["acme/packs"] for row in trained] == [0.0, 2.0]
     assert [row["acme/scale"] for row in trained] == [2.5, 2.5]
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["acme"] == {"scale": 2.5, "label": ""}
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["acme"] == {"scale": 2.5}

@@ -12,7 +12,7 @@ import pytest
 
 from fsdptrain import Trainer
 from tests.e2e import command
-from tests.e2e.command import TINY_RUN, UNEVALUATED, rows_of
+from tests.e2e.command import TINY_RUN, rows_of
 from tests.e2e.engines import CALLS
 from tests.tensors import load_files, same
 from tests.testing import tiny_run, wait_until
@@ -82,24 +82,3 @@ def test_a_killed_run_goes_on_without_losing_a_prompt_or_training_on_one_twice(
     rows = rows_of(tmp_path / "whole" / "samples.jsonl")
     assert Counter(asked) == Counter(row["prompt"] for row in rows if row["set"] == "train")
     assert len(asked) == 9 * 16
-
-
-def test_a_reward_that_fails_in_flight_ends_the_run_in_one_line_on_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, "--rollout-engine", ENGINES["in flight"]]
-    argv += ["--max-staleness", "1", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
-    argv[argv.index("--rollout-max-response-len") + 1] = "500"
-    result = command.run([*argv, "--rollout-max-batch-tokens", "510"], tmp_path / "log", num_ranks=2)
-    assert result.code == 2
-    assert "--rollout-max-batch-tokens 510 cannot hold" in result.err
-
-
-@pytest.mark.matrix
-def test_a_reward_that_hangs_ends_the_run_before_other_ranks_miss_this_one(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, "--output-dir", str(tmp_path / "run")]
-    argv += ["--reward", "tests.e2e.rewards:hangs_on_rank_1", "--reward-workers", "1"]
-    argv += ["--reward-timeout", "6", "--dist-timeout", "44"]
-    result = command.run(argv, tmp_path / "log", num_ranks=2, timeout=240)
-    assert result.code == 2
-    assert "--reward: 4 late calls in one rollout took 24 s, and other ranks wait no longer" in result.err
-    assert result.err.strip().endswith("(rank 1 of 2)")
-    assert "Traceback" not in result.err

@@ -111,7 +111,7 @@ def test_layers_of_a_user_that_are_not_the_models_end_the_command(
 ) -> None:
     argv = ["--hf-checkpoint", str(dense), *command.TINY_RUN, "console", "--output-dir", str(tmp_path / "run")]
     argv += ["--backend", "megatron"]
-    assert words in line_of([*argv, "--megatron-spec", f"tests.megatron.wrapped_cases:{spec}"], tmp_path)
+    assert words in line_of([*argv, "--megatron-spec", f"tests.megatron.test_wrapped:{spec}"], tmp_path)
 
 
 @pytest.mark.matrix

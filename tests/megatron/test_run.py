@@ -70,18 +70,6 @@ def test_a_run_learns_on_megatron_what_it_learns_on_fsdp(both, moe) -> None:
 
 
 @pytest.mark.matrix
-def test_a_run_goes_on_bitwise(both, moe, tmp_path) -> None:
-    rows = run(moe, both.taken_back(tmp_path), *EXPERTS)
-    assert_same(rows[-2:], both.megatron[-2:], rel=0, abs=0)
-    assert same(load_files(tmp_path / "run" / "hf"), load_files(both.exported("megatron")))
-
-
-@pytest.mark.matrix
-def test_a_run_goes_on_with_another_split(both, moe, tmp_path) -> None:
-    assert_same(run(moe, both.taken_back(tmp_path), *MEGATRON, num_ranks=1)[-2:], both.megatron[-2:])
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("made_by", ["megatron", "fsdp"])
 def test_what_one_backend_has_exported_goes_on_alike_on_both(made_by: str, both, tmp_path) -> None:
     one = ("--num-rollout", "1", "--no-export")

@@ -111,11 +111,6 @@ def test_fields_at_t_describe_the_token_after_t(samples: list[Sample]) -> None:
         assert torch.equal(batch.advantages[start : end - 1], advantages)
         last = [batch.labels, batch.loss_mask, batch.loss_weights, batch.advantages, batch.rollout_logprobs]
         assert not any(column[end - 1] for column in last), "the last token of a segment predicts nothing"
-
-
-@given(samples=sample_lists())
-def test_loss_positions_are_where_the_mask_is_true(samples: list[Sample]) -> None:
-    batch = packed(samples)
     assert batch.loss_positions.tolist() == (batch.loss_mask.nonzero().flatten().tolist() or [0])
     assert ((batch.loss_weights > 0) == batch.loss_mask).all()
 

@@ -4,9 +4,12 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,20 +55,24 @@ def kept(run: Path) -> list[int]:
     return [0, *map(step_of, list_checkpoints(run))]
 
 
-def train(run: Path, steps: Sequence[Step], written: list[int], **keep: int) -> None:
+def train(run: Path, steps: Sequence[Step], written: list[int], *, background: bool = False, **keep: int) -> None:
     """Go on from the newest checkpoint to the end of `steps`. Appends the steps of checkpoints to `written`."""
     newest, config = kept(run)[-1], Config(hf_checkpoint="x", eval_metric=METRIC, save_interval=1, **keep)
     rows = json.loads((list_checkpoints(run)[-1] / "progress.json").read_text()) if newest else []
     evaluations, folder = Evaluations(config, rows), CheckpointFolder(run, **keep)
 
-    def save(at: Path) -> None:
+    def save(at: Path) -> Future[Any] | None:
         (at / "progress.json").write_text(json.dumps(evaluations.rows))
+        done = Future[Any]()
+        done.set_result(None)
+        return done if background else None
 
     for step, (value, saves) in [*enumerate(steps, 1)][newest:]:
         if saves or not math.isnan(value):
             evaluations.observe({METRIC: value}, step, {})
         if saves or step == len(steps) or evaluations.is_kept(step):
             folder.write(step, save, ranked=evaluations.ranked)
+            folder.wait()
             written.append(step)
             assert kept(run)[-1] == step
 
@@ -97,14 +104,15 @@ def test_what_remains_depends_on_what_was_written_and_not_on_crashes(steps, last
     assert not cleaned or expected(steps, **keep) == found
 
 
-def test_a_crash_at_any_file_operation_loses_no_checkpoint() -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_crash_at_any_file_operation_loses_no_checkpoint(background: bool) -> None:
     steps, keep = [(0.0, True)] * 3, {"keep_last": 1, "keep_best": 0, "keep_every": 0}
     with platform.process_group(60):
         for count in range(1, 1000):
             written, _until_crash[0] = [0], count
             with TemporaryDirectory() as name:
                 try:
-                    train(Path(name), steps, written, **keep)
+                    train(Path(name), steps, written, background=background, **keep)
                 except CrashError:
                     assert kept(Path(name))[-1] >= written[-1], f"after {count} operations"
                     continue

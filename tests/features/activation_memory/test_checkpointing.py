@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from fsdptrain.features.activation_memory.feature import Recomputed, enable_gradient_checkpointing
 from fsdptrain.model.structure import decoder_layers, freeze_vision, tower_layers
 from tests import vision_zoo, zoo
+from tests.distributed.storages import bytes_saved
 from tests.matrix import only
 
 INPUT = (torch.arange(40) * 11 % zoo.VOCAB_SIZE)[None]
@@ -61,7 +62,7 @@ def test_only_the_inputs_of_layers_are_saved_and_they_may_be_on_the_host(monkeyp
         model = zoo.build("llama", num_hidden_layers=4)
         if kind:
             enable_gradient_checkpointing(model, **kind)
-        kept.append(_bytes_kept(model))
+        kept.append(bytes_saved(model.model, lambda m=model: m.model(input_ids=INPUT, use_cache=False)))
         assert len(moved) == 4 * kind.get("on_host", False)
     assert kept[2] < kept[1] < 0.35 * kept[0]
     assert {x.shape for x in moved} == {(1, INPUT.shape[1], model.config.hidden_size)}
@@ -71,20 +72,3 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     logits = model(input_ids=INPUT, use_cache=False).logits
     logits.log_softmax(-1)[0, :-1].gather(-1, INPUT[0, 1:, None]).sum().backward()
     return {name: p.grad for name, p in model.named_parameters()}
-
-
-def _bytes_kept(model: PreTrainedModel) -> int:
-    """Bytes that autograd saves in a forward pass of the layers, without parameters."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model.model(input_ids=INPUT, use_cache=False).last_hidden_state
-    assert output.requires_grad
-    return sum(saved.values())

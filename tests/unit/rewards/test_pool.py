@@ -257,10 +257,11 @@ def test_a_closure_runs_in_this_process(
         assert line in caplog.text
 
 
-def test_the_default_deadline_allows_three_hanging_calls() -> None:
+def test_the_default_deadline_allows_three_hanging_calls_before_other_ranks_miss_this_one() -> None:
     for dist_timeout, timeout in [(60, 10.0), (1800, 300.0), (7200, 300.0)]:
         config = Config(hf_checkpoint="x", dist_timeout=dist_timeout, reward_workers=0)
-        assert build_parallel(config, WeightedSum.only(obedient))._timeout == timeout
+        rewards = build_parallel(config, WeightedSum.only(obedient))
+        assert (rewards._timeout, rewards._patience) == (timeout, dist_timeout / 2)
 
 
 @pytest.mark.parametrize(
