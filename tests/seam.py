@@ -35,15 +35,17 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def logprobs_and_gradients(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Tensor]:
+    """Logprobs of a pack, under "", and by parameter the gradients of their sum with weights of their own."""
+    values = policy_logprobs(model, batch, layout="packed").values
+    return {"": values.detach()} | gradients(model, (values * (batch.position_ids + 1).sin()).sum())
+
+
 def random_pack(lengths: Sequence[int], seed: int = 0) -> PackedBatch:
     """A pack of random tokens of the zoo, with a loss on all that are predicted."""
     generator = torch.Generator().manual_seed(seed)
     segments = [torch.randint(5, zoo.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
     return plain_batch(segments, device=CPU)
-
-
-def prefix_sharing() -> Features:
-    return Features([PrefixSharingFeature()])
 
 
 def install_replay(model: PreTrainedModel, *, chunk_size: int = 64, more: Sequence[Feature] = ()) -> MoEFeature:

@@ -83,11 +83,7 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
     """A random float32 model, every parameter random, on the CPU in eval mode."""
     torch.manual_seed(seed)
     model = _MODELS[name]().float()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(0.2 * noise if parameter.dim() == 1 else 0.05 * noise)
+    zoo.randomize(model, seed)
     return model.eval()
 
 

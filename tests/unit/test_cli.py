@@ -112,10 +112,13 @@ def test_torch_is_not_imported_to_answer():
 
 
 def test_a_full_dry_run_prints_a_recipe_with_the_source_of_each_value(fsdptrain, tmp_path):
-    done = fsdptrain(*MODEL, "--fsdp-cpu-offload", "--lr", "2e-6", "--dry-run", "full")
+    (tmp_path / "own.yaml").write_text("hf_checkpoint: Qwen/Qwen3-4B\n")
+    done = fsdptrain("--recipe", "own.yaml", "--fsdp-cpu-offload", "--lr", "2e-6", "--dry-run", "full")
     assert (done.code, done.err) == (0, "")
     assert yaml.safe_load(done.out)["optim"]["lr"] == 2e-6
     lines = [line.split() for line in done.out.splitlines()]
+    assert len({line.index(" # ") for line in done.out.splitlines() if " # " in line}) == 1
+    assert ["hf_checkpoint:", "Qwen/Qwen3-4B", "#", "recipe"] in lines
     assert ["cpu_offload:", "true", "#", "flag"] in lines
     assert ["reshard_after_forward:", "true", "#", "default"] in lines
     assert "\x1b" not in done.out

@@ -14,7 +14,7 @@ from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.seam import gradients, random_pack
+from tests.seam import logprobs_and_gradients, random_pack
 
 OF_ROUNDING = 5.0  # times the error of float32 without the compiler
 PACKS = [(7, 1, 12, 3), (30,), (40, 10, 4, 4), (1, 1)]
@@ -44,8 +44,7 @@ def step(model, lengths: tuple[int, ...]) -> dict[str, Tensor]:
     batch = random_pack(lengths, seed=len(lengths))
     with torch.no_grad():
         policy_logprobs(model, batch, layout="packed")
-    values = policy_logprobs(model, batch, layout="packed").values
-    return {"": values.detach()} | gradients(model, (values * (batch.position_ids + 1).sin()).sum())
+    return logprobs_and_gradients(model, batch)
 
 
 @pytest.mark.slow

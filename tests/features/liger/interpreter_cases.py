@@ -16,14 +16,11 @@ from transformers import PreTrainedModel
 from triton.runtime import interpreter
 
 from fsdptrain.config import Config
-from fsdptrain.enabled_features import Features
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.liger.feature import LigerFeature
-from fsdptrain.model.attention.attention import SEGMENTS, register_attention
-from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from fsdptrain.model.probes.layout import choose_layout
 from tests import zoo
-from tests.seam import CPU, gradients, random_pack
+from tests.seam import CPU, logprobs_and_gradients, policy_model, random_pack
 
 
 def complete() -> None:
@@ -46,12 +43,8 @@ complete()
 
 def model_of(name: str) -> tuple[PreTrainedModel, LigerFeature]:
     """A model and its feature before the probe."""
-    register_attention()
-    model = zoo.build(name)
-    model.set_attn_implementation(SEGMENTS)
     feature = LigerFeature(compute_dtype=torch.float32)
-    install_policy_forward(model, chunk_size=16, features=Features([feature]))
-    return model, feature
+    return policy_model(name, more=[feature]), feature
 
 
 def probe(model: PreTrainedModel, feature: LigerFeature) -> None:
@@ -60,18 +53,12 @@ def probe(model: PreTrainedModel, feature: LigerFeature) -> None:
     feature.verify(model, layout, zoo.VOCAB_SIZE)
 
 
-def step(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    batch = random_pack((9, 5))
-    values = policy_logprobs(model, batch, layout="packed").values
-    return {"": values.detach()} | gradients(model, (values * (batch.position_ids + 1).sin()).sum())
-
-
 def test_logprobs_and_gradients_are_those_of_the_stock_modules() -> None:
     model, feature = model_of("qwen3")
-    wanted = step(model)
+    wanted = logprobs_and_gradients(model, random_pack((9, 5)))
     probe(model, feature)
     assert sum("Liger" in module._get_name() for module in model.modules()) >= 7
-    found = step(model)
+    found = logprobs_and_gradients(model, random_pack((9, 5)))
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
         assert (found[key] - value).abs().max() <= 2e-5 * value.abs().max().clamp(min=1e-3), key

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, PhimoeConfig
 
 from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
@@ -15,7 +14,7 @@ from fsdptrain.model.policy import policy_logprobs
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.types import NO_ROUTE
-from tests import zoo
+from tests import families, zoo
 from tests.exact import Exact, in_float64
 from tests.seam import gradients as gradients_of
 from tests.seam import install_replay, random_pack, routed_logprobs
@@ -115,15 +114,10 @@ def test_the_check_accepts_exact_models(name):
 
 
 def test_models_that_cannot_be_replayed_are_refused_with_the_reason():
-    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
-    phimoe = PhimoeConfig(**small, num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(ConfigError, match="scoring does not work with phimoe: it chooses experts in another way"):
-        check_replay(phimoe, "scoring")
-    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    groups = {**experts, "n_group": 4, "topk_group": 1}
-    mla = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    limited = DeepseekV2Config(**small, **groups, **mla, topk_method="group_limited_greedy")
+        check_replay(families.config("phimoe"), "scoring")
+    groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "topk_method": "group_limited_greedy"}
+    limited = families.config("deepseek_v2", **groups)
     with pytest.raises(ConfigError, match="an expert that it would not choose gets no weight"):
         check_replay(limited, "rollout")
     with pytest.raises(NoEffectError, match="--router-replay has no effect on qwen3, which has no experts") as caught:

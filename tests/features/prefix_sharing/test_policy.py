@@ -19,14 +19,14 @@ from fsdptrain.data.packing.prefixes import share_prefixes
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
 from fsdptrain.features.prefix_sharing.probe import probe_prefixes, require_structure
-from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend, register_attention
-from fsdptrain.model.policy import install_policy_forward, policy_logprobs
+from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend
+from fsdptrain.model.policy import policy_logprobs
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout, probe_segments
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
 from tests.exact import Exact, in_float64
 from tests.matrix import only
-from tests.seam import CPU, gradients, policy_model, prefix_sharing
+from tests.seam import CPU, gradients, policy_model
 
 EVERY_TERM = LossConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True, mismatch_correction="tis")
 
@@ -104,7 +104,7 @@ def test_the_probe_accepts_attention_models(name: str) -> None:
 
 def test_layers_with_a_short_convolution_do_not_share() -> None:
     """It knows the boundaries of packs, but not prefixes."""
-    model = zoo.build("qwen3")
+    model = policy_model("qwen3")
     starts: list[int] = []
 
     def note(_: Any, __: Any, kwargs: Any) -> None:
@@ -118,9 +118,6 @@ def test_layers_with_a_short_convolution_do_not_share() -> None:
     model.model.register_forward_pre_hook(note, with_kwargs=True)
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(mix)
-    install_policy_forward(model, chunk_size=16, features=prefix_sharing())
-    register_attention()
-    model.set_attn_implementation(SEGMENTS)
     layout = LayoutProbe("packed", SEGMENTS, max_difference=0.0, tolerance=1e-4)
     with pytest.raises(ConfigError, match="--prefix-sharing: it differs by"):
         probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), layout, device=CPU)

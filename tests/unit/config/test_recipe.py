@@ -56,16 +56,6 @@ def test_an_empty_recipe_says_nothing(recipe):
     assert read_recipe(recipe("# nothing\n")) == {}
 
 
-def test_each_value_is_written_with_its_source(recipe):
-    resolved = resolve(["--recipe", str(recipe("hf_checkpoint: x\nlr: 1e-6\n")), "--no-bf16"])
-    lines = to_yaml(resolved.config, resolved.sources).splitlines()
-    found = {line.split(":")[0].strip(): line for line in lines}
-    assert found["hf_checkpoint"].split("#")[1] == " recipe"
-    assert found["bf16"].split() == ["bf16:", "false", "#", "flag"]
-    assert found["fp16"].split() == ["fp16:", "false", "#", "default"]
-    assert len({line.index("#") for line in lines if "#" in line}) == 1
-
-
 def test_a_dry_run_is_not_part_of_a_recipe():
     assert "dry_run" not in to_yaml(Config(hf_checkpoint="x", dry_run=True))
 

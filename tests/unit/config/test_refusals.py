@@ -166,8 +166,6 @@ COMPUTED = """
 --global-batch-size 512 | --global-batch-size 512; e.g. 256 | --global-batch-size 64
 --rollout-engine vllm-server | --rollout-urls; --rollout-num-servers; one of the two
 --rollout-engine vllm-server --rollout-urls http://127.0.0.1:8000 --rollout-num-servers 1 | --rollout-urls; --rollout-num-servers; one of the two
---rollout-engine vllm-server --rollout-urls 127.0.0.1:8000 | --rollout-urls '127.0.0.1:8000'; http://
---rollout-engine vllm-server --rollout-urls http://user@a:1 | --rollout-urls
 --rollout-engine vllm-server --rollout-urls http://a:1 http://a:1/ | --rollout-urls; twice
 --rollout-engine vllm-server --rollout-num-servers 2 --weight-sync-timeout 900.0 | --dist-timeout 1800; --weight-sync-timeout
 """

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fsdptrain.config import Config, OptimConfig
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
@@ -15,7 +13,7 @@ from fsdptrain.fsdp import optimizer as optimizer_module
 from fsdptrain.fsdp.optimizer import MAX_SKIPPED, Optimizer
 from fsdptrain.fsdp.optimizer_state import create_state, load_state_dict, state_dict, state_tensors
 from fsdptrain.fsdp.optimizers import parameter_groups
-from fsdptrain.fsdp.schedule import DECAYS, lr_schedule
+from fsdptrain.fsdp.schedule import lr_schedule
 from fsdptrain.memory.estimate import Shapes
 from tests import zoo
 from tests.testing import tiny_qwen3
@@ -28,14 +26,6 @@ def schedule(style: str, **values: Any):
     return lr_schedule(config, total_steps=100)
 
 
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
-def test_warmup_is_linear_and_reaches_the_peak(style):
-    lr = schedule(style, lr_warmup_iters=10)
-    for k in range(11):
-        assert lr(k) == pytest.approx(LR * k / 10, rel=1e-12)
-    assert schedule(style)(0) == LR  # without warmup
-
-
 CLOSED = {
     "constant": lambda k: LR,
     "linear": lambda k: MIN + (LR - MIN) * (100 - k) / 90,
@@ -44,18 +34,12 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("style", CLOSED)
-def test_decay_follows_its_formula(style):
+def test_warmup_is_linear_and_decay_follows_its_formula(style):
     lr = schedule(style, lr_warmup_iters=10)
-    for k in range(11, 101):
-        assert lr(k) == pytest.approx(CLOSED[style](k), rel=1e-12)
+    for k in range(101):
+        assert lr(k) == pytest.approx(LR * k / 10 if k <= 10 else CLOSED[style](k), rel=1e-12)
     assert lr(101) == lr(10_000) == (LR if style == "constant" else MIN)
-
-
-@given(x=st.floats(0, 1), shape=st.sampled_from(sorted(DECAYS)))
-def test_every_decay_goes_from_one_to_zero_and_never_leaves(x, shape):
-    assert DECAYS[shape](0.0) == 1.0
-    assert DECAYS[shape](1.0) == pytest.approx(0.0, abs=1e-15)
-    assert -1e-15 <= DECAYS[shape](x) <= 1.0
+    assert schedule(style)(0) == LR  # without warmup
 
 
 def fill_gradients(model, seed, scale=1.0):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
+from transformers import AutoModelForCausalLM
 
 from fsdptrain import platform
 from fsdptrain.config import Config
@@ -16,7 +16,7 @@ from fsdptrain.memory.advice import flags_that_help
 from fsdptrain.memory.estimate import GIB, Estimate, Machine, Parts, count_parameters, estimate, size_of
 from fsdptrain.memory.report import MemoryReport
 from fsdptrain.trainer.speed import ModelFlops, model_flops
-from tests import configs, zoo
+from tests import configs, families, zoo
 
 MODEL = configs.meta_model("llama-3.1-8b")
 TOTAL = count_parameters(MODEL)[0]
@@ -146,18 +146,13 @@ def test_a_run_that_fits_logs_one_line(caplog: pytest.LogCaptureFixture):
 
 
 LENGTH = 64
-ERNIE = Ernie4_5_MoeConfig(  # names its experts otherwise than most: moe_k of moe_num_experts
-    vocab_size=zoo.VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, moe_intermediate_size=64, moe_num_experts=8, moe_k=2, moe_num_shared_experts=1,
-    moe_layer_start_index=0, moe_layer_interval=1, pad_token_id=0,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gpt2", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_moe"]
 )
 def test_flops_of_a_forward_pass_are_those_that_torch_counts(name: str) -> None:
-    chosen = ERNIE if name == "ernie4_5_moe" else zoo.config(name)
+    chosen = families.tiny_config(name)  # ernie names its experts otherwise than most: moe_k of moe_num_experts
     chosen._experts_implementation = "eager"  # one product for each expert, all of them counted
     model = AutoModelForCausalLM.from_config(chosen, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():

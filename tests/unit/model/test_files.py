@@ -72,37 +72,26 @@ def set_config(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | values))
 
 
-DEEP = "[" * 9000
+CONFIG, INDEX, DEEP = "config.json", "model.safetensors.index.json", "[" * 9000
+LONG_NAME = json.dumps({"weight_map": {"a": "x" * 300}})
 
 
-@pytest.mark.parametrize("content", ["", "{]", "[1]", "5", "null", DEEP, "\udcff"])
-def test_a_config_that_is_no_object_is_refused_by_name(tmp_path: Path, content: str):
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        *((CONFIG, content, f"{CONFIG} ") for content in ("", "{]", "[1]", "5", "null", DEEP, "\udcff")),
+        *((INDEX, content, f"{INDEX} is broken") for content in (DEEP, '{"weight_map": {"a": 1}}', LONG_NAME)),
+        ("adapter_config.json", "{}", "holds an adapter beside the model: merge it by peft"),
+        *(
+            (CONFIG, f'{{"quantization_config": {how}}}', "is quantized")
+            for how in ('"int4"', "[4]", '{"quant_method": "gptq"}')
+        ),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_is_refused_by_name(tmp_path: Path, file: str, content: str, words: str):
     save_tiny_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text(content, errors="surrogateescape")
-    with pytest.raises(CheckpointError, match=f"--hf-checkpoint {tmp_path}: config.json "):
-        resolve_checkpoint(str(tmp_path))
-
-
-@pytest.mark.parametrize("index", [DEEP, '{"weight_map": {"a": 1}}', f'{{"weight_map": {{"a": "{"x" * 300}"}}}}'])
-def test_an_index_that_names_no_files_is_refused_by_name(tmp_path: Path, index: str):
-    save_tiny_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match=r"index\.json is broken"):
-        resolve_checkpoint(str(tmp_path))
-
-
-def test_an_adapter_beside_a_model_is_refused(tmp_path: Path):
-    save_tiny_checkpoint(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds an adapter beside the model: merge it by peft"):
-        resolve_checkpoint(str(tmp_path))
-
-
-@pytest.mark.parametrize("quantization", ["int4", [4], {"quant_method": "gptq"}])
-def test_any_quantization_is_refused(tmp_path: Path, quantization: Any):
-    save_tiny_checkpoint(tmp_path)
-    set_config(tmp_path, quantization_config=quantization)
-    with pytest.raises(CheckpointError, match="is quantized"):
+    (tmp_path / file).write_text(content, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=f"--hf-checkpoint {tmp_path}.*{words}"):
         resolve_checkpoint(str(tmp_path))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, register_attention
@@ -15,10 +15,7 @@ from tests import zoo
 
 def on_meta(name: str, attention: str, **changes: Any) -> PreTrainedModel:
     register_attention()
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            zoo.config(name, **changes), dtype=torch.float32, attn_implementation=attention
-        )
+    return zoo.meta(name, attn_implementation=attention, **changes)
 
 
 def fallbacks(model: PreTrainedModel, device: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> list[Kernel]:
@@ -39,19 +36,20 @@ def test_a_recurrent_mixer_without_its_packages_falls_back_to_torch_and_strict_n
     require_no_fallback(kernels(on_meta("qwen3", SEGMENTS), device_type="cpu", compute_dtype=torch.float32))
 
 
-@pytest.mark.parametrize(("name", "reason"), [("gpt_oss", "sinks"), ("gemma2", "softcap")])
-def test_unsupported_attention_features_fall_back(name: str, reason: str):
-    [kernel] = fallbacks(on_meta(name, VARLEN), "cuda")
+@pytest.mark.parametrize(
+    ("name", "dtype", "changes", "reason"),
+    [
+        ("gpt_oss", torch.bfloat16, {}, "sinks"),
+        ("gemma2", torch.bfloat16, {}, "softcap"),
+        ("qwen3", torch.float32, {}, "it needs bfloat16 or float16"),
+        ("qwen3", torch.bfloat16, {"head_dim": 264}, "heads of 264 are over its 256"),
+    ],
+)
+def test_what_the_varlen_kernel_does_not_support_falls_back(name: str, dtype: torch.dtype, changes: Any, reason: str):
+    assert fallbacks(on_meta("qwen3", VARLEN), "cuda") == []
+    [kernel] = fallbacks(on_meta(name, VARLEN, **changes), "cuda", dtype)
     assert kernel.part == "attention"
     assert reason in kernel.reason
-
-
-def test_the_varlen_kernel_needs_half_precision():
-    assert fallbacks(on_meta("qwen3", VARLEN), "cuda") == []
-    [kernel] = fallbacks(on_meta("qwen3", VARLEN), "cuda", torch.float32)
-    assert kernel.reason == "it needs bfloat16 or float16"
-    [wide] = fallbacks(on_meta("qwen3", VARLEN, head_dim=264), "cuda")
-    assert wide.reason == "heads of 264 are over its 256"
 
 
 def test_eager_experts_are_a_fallback():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, Llama4TextConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import NumericsError
@@ -13,7 +13,7 @@ from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout, probe_segments
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import repeated_layers
-from tests import configs, zoo
+from tests import configs, families, zoo
 from tests.exact import Exact, in_float64
 from tests.matrix import only
 from tests.seam import CPU, policy_model
@@ -141,10 +141,7 @@ def test_a_random_copy_holds_one_layer_of_each_kind_of_each_list() -> None:
 
 
 def test_chunked_attention_uses_the_masks_of_transformers() -> None:
-    sizes = {"vocab_size": 264, "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    layers = {"num_hidden_layers": 4, "num_local_experts": 2, "attention_chunk_size": 16}
-    config = Llama4TextConfig(**sizes, **heads, **layers, pad_token_id=0)
+    config = families.config("llama4_text", num_hidden_layers=4, attention_chunk_size=16)
     probe = probe_random_copy(config)
     assert (probe.layout, probe.attention) == ("padded", "sdpa")
     assert "its attention is chunked" in probe.reason

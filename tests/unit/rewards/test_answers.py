@@ -76,6 +76,7 @@ def test_no_reward_looks_for_the_answer_in_a_thought(prompt: str, response: str,
     ("label", "right", "wrong"),
     [
         (["4", "four"], ["4", "four"], ["five", ""]),
+        (" sun", ["sun", "<answer> sun\n</answer>"], ["Sun"]),
         (42.0, ["42", "42.0", " 42 "], ["43", "x"]),
         (42, ["42", "42.0"], ["4.2e", "nan"]),
         (Decimal("42.0"), ["42", "42.00"], ["43"]),

@@ -1,4 +1,4 @@
-"""The rewards math, exact, format and reasoning_gym."""
+"""The rewards math, format and reasoning_gym."""
 
 import pytest
 
@@ -31,13 +31,6 @@ def prompt(label: object = None, text: str = "", **metadata: object) -> Prompt:
 )
 def test_math_compares_as_mathematics(label: object, response: str, reward: float) -> None:
     assert REWARDS["math"](prompt(label), response) == reward
-
-
-@pytest.mark.parametrize(
-    ("label", "response", "reward"), [("sun", "<answer> sun\n</answer>", 1), (" sun", "sun", 1), ("sun", "Sun", 0)]
-)
-def test_exact_compares_characters(label: object, response: str, reward: float) -> None:
-    assert REWARDS["exact"](prompt(label), response) == reward
 
 
 @pytest.mark.parametrize(

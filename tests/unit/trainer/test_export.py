@@ -15,6 +15,16 @@ from tests.testing import save_tiny_checkpoint
 RECIPE = "hf_checkpoint: {model}\ntrust_remote_code: true\nreward: [foreign_code:reward]\nloss: foreign_code:loss\n"
 
 
+def run_folder(folder: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the checkpoint of a run with `recipe`. The folder is the current one, where plug-ins are looked for."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (folder / "config.yaml").write_text(recipe)
+    checkpoint = folder / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    return checkpoint
+
+
 def test_a_foreign_run_folder_runs_no_code_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, was_run = tmp_path / "model", tmp_path / "was_run"
     model.mkdir()
@@ -25,11 +35,7 @@ def test_a_foreign_run_folder_runs_no_code_without_the_flag(tmp_path: Path, monk
     code = f"open({str(was_run)!r}, 'w').close()\nraise ImportError('foreign code was run')\n"
     for folder in (model, tmp_path):
         (folder / "foreign_code.py").write_text(code)
-    monkeypatch.chdir(tmp_path)  # where plug-ins are looked for
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "config.yaml").write_text(RECIPE.format(model=model))
-    checkpoint = tmp_path / "checkpoints" / "step_00000001"
-    checkpoint.mkdir(parents=True)
+    checkpoint = run_folder(tmp_path, RECIPE.format(model=model), monkeypatch)
 
     with pytest.raises(CheckpointError, match="needs the Python code that it ships"):
         export_checkpoint(checkpoint, tmp_path / "hf")
@@ -42,10 +48,6 @@ def test_a_foreign_run_folder_runs_no_code_without_the_flag(tmp_path: Path, monk
 def test_the_optimizer_of_a_foreign_run_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny_checkpoint(tmp_path / "model")
     (tmp_path / "foreign_optim.py").write_text("raise ImportError('foreign code was run')\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "config.yaml").write_text(f"hf_checkpoint: {model}\noptimizer: foreign_optim:make\n")
-    checkpoint = tmp_path / "checkpoints" / "step_00000001"
-    checkpoint.mkdir(parents=True)
+    checkpoint = run_folder(tmp_path, f"hf_checkpoint: {model}\noptimizer: foreign_optim:make\n", monkeypatch)
     with pytest.raises(CheckpointError, match=r"trainer\.json"):
         export_checkpoint(checkpoint, tmp_path / "hf")

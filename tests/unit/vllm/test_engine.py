@@ -115,20 +115,20 @@ def test_each_server_is_paused_updated_and_checked_before_any_resumes(make: Call
     assert [server.calls for server in case.servers] == [[*order.split(), "/resume"]] * 2
 
 
-@pytest.mark.parametrize("fault", ["refuses", "broken JSON", "dead", "hangs", "keeps its prefix cache"])
+NO_SWITCH: dict[str, Callable[[ScriptedServer], object]] = {
+    "refuses": lambda bad: bad.refuses.update({LOAD: "no such weight"}),
+    "broken JSON": lambda bad: bad.texts.update({"/weight_info": '{"broken": '}),
+    "dead": lambda bad: setattr(bad, "dies_after", 0),
+    "hangs": lambda bad: bad.delays.update({LOAD: 60.0}),
+    "keeps its prefix cache": lambda bad: bad.texts.update({"/reset_prefix_cache": '{"success": false}'}),
+}
+
+
+@pytest.mark.parametrize("fault", NO_SWITCH)
 def test_a_server_that_does_not_switch_ends_the_run_and_none_resumes(make: Callable[..., Case], fault: str) -> None:
     case = make(2, weight_sync_timeout=1.5 if fault == "hangs" else 60.0)
     good, bad = case.servers
-    if fault == "refuses":
-        bad.refuses[LOAD] = "no such weight"
-    elif fault == "broken JSON":
-        bad.texts["/weight_info"] = '{"broken": '
-    elif fault == "dead":
-        bad.dies_after = 0
-    elif fault == "hangs":
-        bad.delays[LOAD] = 60.0
-    else:
-        bad.texts["/reset_prefix_cache"] = '{"success": false}'
+    NO_SWITCH[fault](bad)
     start = time.monotonic()
     with pytest.raises(RolloutError) as caught:
         case.sync(1)
