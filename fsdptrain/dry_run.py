@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from fsdptrain import stages
 from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.checks import check_world_size
+from fsdptrain.config.eval_sets import UNNAMED, eval_sets
 from fsdptrain.config.flags import Resolved
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.written import to_yaml
 from fsdptrain.data.sources import GENERATOR, open_rows
 from fsdptrain.launch.data_files import image_key
-from fsdptrain.launch.inputs import check_inputs, data_names
+from fsdptrain.launch.inputs import check_inputs, data_configs
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
 
@@ -78,8 +79,8 @@ def _unchecked(config: Config) -> Iterator[str]:
         yield f"--hf-checkpoint {name}, which is no local folder: on the Hub?"
     elif Path(name).is_dir() and not any(with_config(Path(name)).glob("*.safetensors")):
         yield f"prompts, rewards and memory: there are no weights in --hf-checkpoint {name}"
-    for data, flag in data_names(config):
-        if not data.startswith(GENERATOR) and not _is_here(data):
+    for data, flag in ((each.data.prompt_data, flag) for each, flag in data_configs(config)):
+        if data != "environment" and not data.startswith(GENERATOR) and not _is_here(data):
             yield f"{flag} {data}, which is no local file: on the Hub?"
     teacher = config.value("opd_teacher")
     if teacher is not None and not Path(teacher).is_dir():
@@ -101,10 +102,11 @@ def _is_cached(name: str) -> bool:
 def _read_parts(config: Config) -> list[str]:
     """Read what is here, and return lines about it."""
     lines: list[str] = []
-    for name, flag in data_names(config):
+    for each, flag in data_configs(config):
+        name = each.data.prompt_data
         is_generated = name.startswith(GENERATOR) and name != DataConfig().prompt_data  # the default needs no check
         if is_generated or _is_here(name):
-            rows = open_rows(config, config.data.source(name), flag=flag, image_key=image_key(config))
+            rows = open_rows(config, each.data, flag=flag, image_key=image_key(config))
             _ = [rows[index] for index in _spread(len(rows))]
             lines.append(f"{flag} {name}: {len(rows)} rows")
     if config.environment.environment is not None:
@@ -157,9 +159,10 @@ def _data_lines(run: "Prepared", files: Path) -> Iterator[str]:
 
     Raises the DataError or RolloutError that the run would raise when it comes to such a row.
     """
-    config, stream, held_out = run.config, run.data.stream, run.data.prompts or run.data.supervised
+    config, stream, sets = run.config, run.data.stream, run.data.prompts or run.data.supervised
+    held_out = ", ".join(f"{len(own)} {name}" for name, own in sets.items()).removesuffix(f" {UNNAMED}") or "0"
     trained = f"{len(stream.rows)} rows to train on, " if config.run.num_rollout else ""
-    yield f"--prompt-data {config.data.prompt_data}: {trained}{len(held_out)} held out"
+    yield f"--prompt-data {config.data.prompt_data}: {trained}{held_out} held out"
     most = _MOST_ROWS if stream.processor is None else _MOST_IMAGES
     rows = [stream.rows[index] for index in _spread(len(stream.rows), most) if config.run.num_rollout]
     if run.builder is None:
@@ -170,7 +173,7 @@ def _data_lines(run: "Prepared", files: Path) -> Iterator[str]:
 
         make = supervised_prompt(config, run.tokenizer, stream.processor)
         samples, refusals = build_samples(run.builder, [make(row) for row in rows] if make else [])
-        kind, tokens = "sample", [sample.token_ids for sample in (*samples, *(run.held_out or ()))]
+        kind, tokens = "sample", [s.token_ids for own in [samples, *(run.held_out or {}).values()] for s in own]
         refused = f"; skipped: {refusals.reasons}" if refusals.counts else ""
     if not tokens:  # an evaluation of prompts that are all too long, which is logged
         return
@@ -191,13 +194,14 @@ def _prompts(run: "Prepared", rows: "Sequence[Row]", files: Path) -> tuple[list[
     prompts = [make_prompt(row, run.tokenizer, data=stream.data, processor=stream.processor) for row in rows]
     fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= budget]
     skipped = f", {len(rows) - len(fitting)} longer than {budget} are skipped" * (len(fitting) < len(rows))
-    fitting += run.data.prompts
+    sets, checked = eval_sets(config), [(prompt, config) for prompt in fitting]
+    checked += [(prompt, sets[name]) for name, own in run.data.prompts.items() for prompt in own]
     if config.rollout.engine == "hf" and run.environment is None:
         model = model_config(files, trust_remote_code=config.model.trust_remote_code)
-        for prompt in fitting:
-            limit, most = config.rollout.max_response_len, config.rollout.max_batch_tokens
+        for prompt, each in checked:
+            limit, most = each.rollout.max_response_len, config.rollout.max_batch_tokens
             check_prompt(prompt, limit, model, max_batch_tokens=most)
-    return [prompt.token_ids for prompt in fitting], skipped
+    return [prompt.token_ids for prompt, _ in checked], skipped
 
 
 def draw_grid(config: Config, world_size: int) -> list[str]:

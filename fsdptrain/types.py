@@ -64,6 +64,7 @@ class Prompt:
     max_tokens: int | None = None  # per-prompt response limit; applies if below the limit in SamplingParams
     images: Images | None = field(default=None, compare=False, repr=False)
     source: str | Sequence[Message] = field(default="", compare=False, repr=False)  # as in the data, for agents
+    eval_set: str = ""  # that has rewards of its own
 
     @property
     def response_prefix(self) -> str:

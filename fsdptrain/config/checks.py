@@ -38,8 +38,8 @@ def check_data_options(config: Config) -> None:
 
     Not part of `check`, because Python callers may pass their own data.
     """
-    names = [name for name in (config.data.prompt_data, config.data.eval_prompt_data) if name]
-    if all(name.startswith("reasoning_gym:") or name == "environment" for name in names):
+    names = [config.data.prompt_data, *config.data.eval_prompt_data]
+    if all("reasoning_gym:" in name or name == "environment" for name in names):
         columns = [flat for flat, key in all_keys().items() if COLUMN in key.field.metadata]
         reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
         _raise_first(config.without_effect(columns, reason))

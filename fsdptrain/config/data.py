@@ -41,22 +41,23 @@ class DataConfig(Section):
     system_prompt: str = "auto"
     """System message before each prompt; "" for none. `auto`: that of the environment; for reasoning_gym data, an
     instruction to use <answer> tags; else none."""
-    eval_prompt_data: Annotated[str | None, Requires("eval_interval"), IdleWith("eval_size=0")] = None
-    """Evaluation data, in any form of --prompt-data. Default: rows held out from --prompt-data."""
+    eval_prompt_data: Annotated[Names, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(default=[])
+    """Evaluation data, in any form of --prompt-data; or several sets: NAME=DATA NAME=DATA, reported as eval/NAME.
+    Default: rows held out from --prompt-data."""
+    eval_set_options: Annotated[dict[str, Any], NEUTRAL, Requires("eval_prompt_data")] = Field(default={})
+    """Settings of single evaluation sets, e.g. `gsm8k.temperature=0 gsm8k.samples=4`: see docs/evaluation.md."""
     eval_size: Annotated[int | None, Requires("eval_interval")] = Field(default=None, ge=0)
     """Prompts to hold out for evaluation; 0: none. Default: 128, but at most a tenth of the data. [prompts]"""
-
-    def source(self, spec: str) -> "DataConfig":
-        """Return a copy with other data."""
-        return self.model_copy(update={"prompt_data": spec})
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.reward_key is not None and len(config.reward.reward) < 2:
             yield f"--reward-key {self.reward_key} has no effect with one reward: name more by --reward"
         if self.prompt_data == "environment" and config.environment.environment is None:
             yield "--prompt-data environment are the rows of an environment: name it by --environment"
-        if self.eval_prompt_data == "environment":
-            yield "--eval-prompt-data environment: remove it, prompts are held out from --prompt-data environment"
+        if self.eval_prompt_data:
+            from fsdptrain.config.eval_sets import problems
+
+            yield from problems(config)
 
 
 class RewardConfig(Section):

@@ -59,7 +59,8 @@ class Keywords(TypedDict, total=False):
     apply_chat_template: bool
     chat_template_kwargs: dict[str, Any]
     system_prompt: str
-    eval_prompt_data: str | None
+    eval_prompt_data: str | list[str]
+    eval_set_options: dict[str, Any]
     eval_size: int | None
     max_unscored_fraction: float
     reward_timeout: float | None

@@ -85,7 +85,7 @@ class RunConfig(Section):
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
     eval_metric: Annotated[str | None, *_EVALUATES] = None
     """Metric of evaluations that ranks the steps: the lowest loss, perplexity, truncated or unscored is best, of others
-    the highest. Default: eval/heldout/accuracy; with `--algorithm sft`, eval/loss."""
+    the highest. Default: accuracy, or loss with `--algorithm sft`, of the first evaluation set."""
     early_stop_evals: Annotated[int, *_EVALUATES] = Field(default=0, ge=0)
     """End the run after so many evaluations in a row without a new best --eval-metric. 0: never."""
     stop_when: str | None = None

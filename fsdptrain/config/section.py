@@ -40,4 +40,4 @@ class Section(BaseModel):
         return iter(())
 
 
-Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value or [])]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config
+from fsdptrain.config.eval_sets import UNNAMED, eval_sets
 from fsdptrain.config.keys import all_keys
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row, Rows, content_hash
@@ -26,20 +28,20 @@ DEFAULT_EVAL_SIZE = 128  # prompts
 
 def hold_out(
     config: Config, rows: Rows, image_key: str | None, dataset: Sequence[Mapping[str, Any]] | None
-) -> tuple[Rows, list[Row]]:
-    """Return the rows to train on, and those held out. dataset: in place of --eval-prompt-data."""
-    size = config.data.eval_size
-    if config.data.eval_prompt_data is not None:
-        data = config.data.source(config.data.eval_prompt_data)
-        others = open_rows(config, data, dataset, flag="--eval-prompt-data", image_key=image_key)
-        return rows, [others[i] for i in range(min(len(others), size or DEFAULT_EVAL_SIZE))]
+) -> tuple[Rows, dict[str, list[Row]]]:
+    """Return the rows to train on, and those held out, by evaluation set. dataset: in place of --eval-prompt-data."""
+    size, sets = config.data.eval_size, dict[str, list[Row]]()
+    if config.data.eval_prompt_data:
+        for name, each in eval_sets(config).items():
+            others = open_rows(each, each.data, dataset, flag="--eval-prompt-data", image_key=image_key)
+            sets[name] = [others[i] for i in range(min(len(others), each.data.eval_size or DEFAULT_EVAL_SIZE))]
+        return rows, sets
     size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if size is None else size
     rows, held_out = split_rows(rows, size, config.run.seed)
     if not held_out:
-        _tell_nothing(
-            config, f"nothing is evaluated: {len(rows)} rows are too few to hold out a tenth of; set --eval-size"
-        )
-    return rows, held_out
+        line = f"nothing is evaluated: {len(rows)} rows are too few to hold out a tenth of; set --eval-size"
+        _tell_nothing(config, line)
+    return rows, {UNNAMED: held_out} if held_out else {}
 
 
 def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
@@ -66,15 +68,18 @@ def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
 
 
 def held_out_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[Row], processor: "PromptProcessor | None"
-) -> list[Prompt]:
-    """Return the prompts to generate responses for, none longer than the prompt limit."""
-    budget = config.prompt_budget
-    made = [make_prompt(row, tokenizer, data=config.data, processor=processor) for row in rows]
-    prompts = [prompt for prompt in made if len(prompt.token_ids) <= budget]
-    if len(prompts) < len(rows):
-        line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
-        log.warning(line, len(rows) - len(prompts), len(rows), budget)
+    config: Config, tokenizer: PreTrainedTokenizerBase, sets: dict[str, list[Row]], processor: "PromptProcessor | None"
+) -> dict[str, list[Prompt]]:
+    """Return the prompts to generate responses for, by evaluation set, none longer than the prompt limit."""
+    budget, data, prompts = config.prompt_budget, config.data, dict[str, list[Prompt]]()
+    for name, rows in sets.items():
+        own = name if eval_sets(config)[name].reward is not config.reward else ""
+        made = [replace(make_prompt(row, tokenizer, data=data, processor=processor), eval_set=own) for row in rows]
+        fitting = [prompt for prompt in made if len(prompt.token_ids) <= budget]
+        if len(fitting) < len(rows):
+            line = "evaluations%s leave out %d of %d prompts, which are longer than %d tokens"
+            log.warning(line, f" of {name}" * (name != UNNAMED), len(rows) - len(fitting), len(rows), budget)
+        prompts |= {name: fitting} if fitting else {}
     if not prompts:
         _tell_nothing(config, "nothing is evaluated: all held-out prompts are too long; raise --rollout-max-prompt-len")
     return prompts

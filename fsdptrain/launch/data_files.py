@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _READ = 10 << 20  # bytes of a file: enough to see its columns
 
 
-def check_data(config: Config, name: str, flag: str) -> None:
-    """Check that a file exists and has the columns. Does not check folders and data sets of the hub."""
-    name = name.partition("?")[0]
+def check_data(config: Config, flag: str) -> None:
+    """Check that a file of --prompt-data exists and has the columns. Checks no folders and data sets of the hub."""
+    name = config.data.prompt_data.partition("?")[0]
     if not is_data_file(name, flag):
         return
     path = Path(name)

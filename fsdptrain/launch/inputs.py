@@ -27,12 +27,13 @@ def check_inputs(config: Config) -> None:
     check_output_dir(config)
     check_resume(config.run.resume)
     check_model_name(config.model.hf_checkpoint, "--hf-checkpoint")
-    check_reward(config.reward, prompt_data=config.data.prompt_data, has_environment=config.environment.has_episodes)
-    for name, flag in data_names(config):
-        if not name.startswith(GENERATOR):
+    for one, flag in data_configs(config):
+        if one is config or one.reward is not config.reward:
+            check_reward(one.reward, prompt_data=one.data.prompt_data, has_environment=config.environment.has_episodes)
+        if not one.data.prompt_data.startswith(GENERATOR):
             from fsdptrain.launch.data_files import check_data
 
-            check_data(config, name, flag)
+            check_data(one, flag)
 
 
 def check_model_name(name: str, flag: str) -> None:
@@ -43,12 +44,13 @@ def check_model_name(name: str, flag: str) -> None:
         raise CheckpointError(f"{flag} {name}: there is no such local folder, and a name on the Hub is owner/model")
 
 
-def data_names(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the names of the data, with their flags."""
-    if config.data.prompt_data != "environment":
-        yield config.data.prompt_data, "--prompt-data"
-    if config.evaluates and config.data.eval_prompt_data is not None:
-        yield config.data.eval_prompt_data, "--eval-prompt-data"
+def data_configs(config: Config) -> Iterator[tuple[Config, str]]:
+    """Yield the flags of the data, with configurations that have these as --prompt-data."""
+    yield config, "--prompt-data"
+    if config.evaluates and config.data.eval_prompt_data:
+        from fsdptrain.config.eval_sets import eval_sets
+
+        yield from ((one, "--eval-prompt-data") for one in eval_sets(config).values())
 
 
 def check_output_dir(config: Config) -> None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SHOWN = {  # label -> metric; `*` matches the first evaluation set
+_SHOWN = {  # label -> metric; `*` matches all evaluation sets
     "reward": "reward/mean",
     "std": "reward/std",
     "acc": "eval/*/accuracy",
-    "eval loss": "eval/loss",
+    "eval loss": "eval/*loss",
     "loss": "loss/total",
     "teacher kl": "distill/reverse_kl",
     "len": "completion/length_mean",
@@ -128,7 +128,7 @@ def _facts(config: Config) -> list[str]:
     model, data = config.model.hf_checkpoint, config.data
     if not config.run.num_rollout:
         model = model if config.run.resume in ("auto", "never") else config.run.resume
-        rows = data.eval_prompt_data or f"held-out rows of {data.prompt_data}"
+        rows = ", ".join(data.eval_prompt_data) or f"held-out rows of {data.prompt_data}"
         return [f"  evaluation of {model} ({config.compute_dtype_name}) on {rows}"]
     return [
         f"  {algorithm} of {model} ({config.compute_dtype_name}) on {data.prompt_data}",
@@ -140,9 +140,9 @@ def _pick(metrics: Mapping[str, float]) -> str:
     """Format the metrics to show: `reward 0.531  len 128  grad 0.310  tok/s 1.2k`."""
     shown: dict[str, float] = {}
     for label, pattern in _SHOWN.items():
-        matches = [value for name, value in metrics.items() if fnmatchcase(name, pattern)]
-        if matches and not (label == _ONLY_WITHOUT_REWARD and "reward/mean" in metrics):
-            shown[label] = matches[0]
+        matches = [name for name in metrics if fnmatchcase(name, pattern) and "_greedy/" not in name]
+        if not (label == _ONLY_WITHOUT_REWARD and "reward/mean" in metrics):
+            shown |= {label + f" {name.split('/')[1]}" * (len(matches) > 1): metrics[name] for name in matches}
     return "  ".join(f"{label} {number(value)}" for label, value in shown.items())
 
 

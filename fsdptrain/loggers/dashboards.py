@@ -63,11 +63,11 @@ class Dashboard:
         self._write(metrics, step)
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        if samples:
-            names = dict.fromkeys(name for sample in samples for name in sample)
-            columns = [name for name in names if name not in _LOCAL]
-            rows = [[_cell(sample.get(column)) for column in columns] for sample in samples]
-            self._write({f"samples/{samples[0].get('set', 'all')}": self._table(columns=columns, data=rows)}, step)
+        names = dict.fromkeys(name for sample in samples for name in sample)
+        columns = [name for name in names if name not in _LOCAL]
+        for name in dict.fromkeys(sample.get("set", "all") for sample in samples):
+            rows = [[_cell(s.get(c)) for c in columns] for s in samples if s.get("set", "all") == name]
+            self._write({f"samples/{name}": self._table(columns=columns, data=rows)}, step)
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -64,6 +64,7 @@ class Component:
     name: str  # key in Sample.rewards
     weight: float
     function: "RewardFunction"
+    eval_set: str = ""  # scores only this one
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class WeightedSum:
 
     def scorers(self, prompt: Prompt) -> list[str]:
         """Return the names of the components that score the row. Raises ConfigError if it names others, or none."""
-        known = [component.name for component in self.components]
-        if self.key is None:
+        known = [component.name for component in self.components if component.eval_set == prompt.eval_set]
+        if self.key is None or prompt.eval_set:
             return known
         from fsdptrain.data.tables import value_in
 

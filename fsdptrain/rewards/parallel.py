@@ -107,9 +107,9 @@ class ParallelReward:
         """
         lines: list[str] = []
         for runner in self._runners:
-            for prompt in prompts:
-                check_signature(runner.reward, prompt)
             own = [prompt for prompt in prompts if runner.reward.name in self.reward.scorers(prompt)]
+            for prompt in own or prompts:
+                check_signature(runner.reward, prompt)
             if not call or not own or _is_ours(runner.reward.function):
                 continue
             trials = [(prompt, "" if prompt.label is None else str(prompt.label)) for prompt in own]
@@ -162,8 +162,8 @@ def _is_ours(function: "RewardFunction") -> bool:
 def build_parallel(config: Config, reward: WeightedSum) -> ParallelReward:
     """Start the rewards with --reward-workers, --reward-timeout and the limit that --dist-timeout sets."""
     patience, workers = config.reward_patience, config.reward.reward_workers
-    data = (config.data.prompt_data, config.data.eval_prompt_data or config.data.prompt_data)
-    is_compared = all(name.partition("?")[0] in COMPARED for name in data)
+    data = (config.data.prompt_data, *config.data.eval_prompt_data)
+    is_compared = all(name.partition("?")[0].rpartition("=")[2] in COMPARED for name in data)
     return ParallelReward(
         reward,
         num_workers=workers,

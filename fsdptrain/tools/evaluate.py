@@ -9,6 +9,7 @@ from pathlib import Path
 from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE, list_checkpoints
 from fsdptrain.cli import is_rank_0, train
 from fsdptrain.commands import is_run, newest_checkpoint
+from fsdptrain.config.eval_sets import parse_sets
 from fsdptrain.config.flags import RECIPE, Option, asks_for_help, config_options, parse
 from fsdptrain.config.keys import flatten
 from fsdptrain.config.recipe import read_recipe
@@ -32,8 +33,9 @@ Score a model without training it: accuracy, pass@k, mean reward.
 Takes the options of a run too, such as --prompt-data, --reward, --rollout-engine,
 and --n-samples-per-eval-prompt. All rows of --prompt-data are scored, or as many
 as --eval-size says; 128 of generated data. A training checkpoint has the options of its
-run, and by default its held-out rows. A supervised one computes eval/loss; to generate,
-score its exported model, runs/x/hf. Writes metrics.jsonl and samples.jsonl, with one line per sample,
+run, and by default its held-out rows. --eval-prompt-data NAME=DATA NAME=DATA scores
+several sets. A supervised checkpoint computes eval/loss; to generate, score its exported
+model, runs/x/hf. Writes metrics.jsonl and samples.jsonl, with one line per sample,
 to --output-dir: by default runs/NAME-eval, or runs/NAME-eval-2 if that exists (not under torchrun)."""
 
 
@@ -65,18 +67,21 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     model, name = _model(given["checkpoint"])
     if "recipe" in given and model[0] == RECIPE.flag:
         raise ConfigError(f"--recipe: the options of {given['checkpoint']} are in {model[1]}; remove it")
+    recipe = model[1] if model[0] == RECIPE.flag else given.get("recipe")
+    values = {**(flatten(read_recipe(recipe)) if recipe else {}), **given}
     data, rows = given.get("prompt_data"), list[str]()
     if data is not None and model[0] == RECIPE.flag and data.startswith("reasoning_gym:"):
         columns = (config_options()[key] for key in ("input_key", "label_key"))  # of the run: these data have others
         rows = [word for option in columns for word in (option.flag, str(option.default))]
+    sets = [source for _, source in parse_sets(given.get("eval_prompt_data", []))]
+    if sets and "prompt_data" not in values:  # which --reward auto and --system-prompt auto follow
+        rows += ["--prompt-data", sets[0]]
     if data is not None and "eval_prompt_data" not in given and data != "environment":
-        rows += ["--eval-prompt-data", data]
-        if "eval_size" not in given and not data.startswith("reasoning_gym:"):
-            rows += ["--eval-size", str(ALL)]
+        rows, sets = [*rows, "--eval-prompt-data", data], [data]
+    if sets and "eval_size" not in given and not any(source.startswith("reasoning_gym:") for source in sets):
+        rows += ["--eval-size", str(ALL)]
     output = Path(given.get("output_dir") or _unused(f"runs/{name}-eval"))
     flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1"]
-    recipe = model[1] if model[0] == RECIPE.flag else given.get("recipe")
-    values = {**(flatten(read_recipe(recipe)) if recipe else {}), **given}
     if values.get("algorithm") != "sft":  # a supervised run computes a loss, and generates nothing
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output

@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdptrain.checkpoints import list_checkpoints, step_of
 from fsdptrain.config import Config
+from fsdptrain.config.eval_sets import UNNAMED, eval_sets
 from fsdptrain.config.stop_when import StopWhen
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -26,7 +27,8 @@ class Evaluations:
     def __init__(self, config: Config, stored: Iterable[tuple[int, Mapping[str, Any]]] = ()) -> None:
         """stored: `rows` of the checkpoint to resume from."""
         run = config.run
-        self.metric = run.eval_metric or ("eval/heldout/accuracy" if config.generates else "eval/loss")
+        first = f"eval/{next(iter(eval_sets(config)))}/{'accuracy' if config.generates else 'loss'}"
+        self.metric = run.eval_metric or first.replace(f"{UNNAMED}/loss", "loss")
         self._sign = 1.0 if self.metric.endswith(_LOWER_IS_BETTER) else -1.0  # to sort by
         self._keep_best, self._patience = run.keep_best, run.early_stop_evals
         self._rule = None if run.stop_when is None else StopWhen.parse(run.stop_when)

@@ -62,7 +62,7 @@ class Prepared:
     advantages: AdvantageRule
     data: RunData
     builder: "SampleBuilder | None"  # of supervised samples
-    held_out: list[Sample] | None  # supervised
+    held_out: dict[str, list[Sample]] | None  # supervised, by evaluation set
     make_engine: "Callable[..., RolloutEngine] | None"
     reward: WeightedSum
     rewards: ParallelReward | None
@@ -103,6 +103,10 @@ def prepare(
             raise ConfigError("--reward-key chooses among rewards of --reward, and Trainer(reward=...) replaces them")
         else:
             summed = WeightedSum.only(reward)
+        if config.data.eval_set_options:
+            from fsdptrain.trainer.evaluation import with_set_rewards
+
+            summed = with_set_rewards(summed, config, has_environment=environment is not None)
         advantages = advantage_rule(config)
         with stage("reading --prompt-data"):
             data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)
@@ -119,7 +123,7 @@ def prepare(
     if builder is not None and data.supervised:
         from fsdptrain.trainer.sft_evaluation import held_out_samples
 
-        held_out = held_out_samples(config, builder, data)
+        held_out = {name: held_out_samples(config, builder, name, own) for name, own in data.supervised.items()}
     with stage("trying --reward"):
         rewards = open_rewards(config, summed, data, environment, stack) if make_engine else None
     parts = (config, features, environment, tokenizer, folder, loss, advantages, data, builder, held_out)
@@ -172,7 +176,7 @@ def build_loop(
             if data.prompts:
                 from fsdptrain.trainer.evaluation import Evaluation
 
-                evaluation = Evaluation(config, sampler, own_share(data.prompts))
+                evaluation = Evaluation(config, sampler, {name: own_share(own) for name, own in data.prompts.items()})
         if run.held_out is not None:
             from fsdptrain.trainer.sft_evaluation import LossEvaluation
 

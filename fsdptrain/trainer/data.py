@@ -29,8 +29,8 @@ class RunData:
     """The data of a run."""
 
     stream: PromptStream  # to train on
-    prompts: list[Prompt]  # held out, to generate responses for
-    supervised: list[Prompt]  # held out, to compute the loss of; empty in RL
+    prompts: Mapping[str, list[Prompt]]  # held out, by evaluation set, to generate responses for
+    supervised: Mapping[str, list[Prompt]]  # held out, by evaluation set, to compute the loss of; empty in RL
 
 
 def build_data(
@@ -44,7 +44,7 @@ def build_data(
 ) -> RunData:
     """Load the rows, and split them into those to train on and those held out (none if the run never evaluates)."""
     image_key = None if processor is None else processor.image_key
-    rows, held_out = _rows(config, environment, dataset, image_key), list[Row]()
+    rows, held_out = _rows(config, environment, dataset, image_key), dict[str, list[Row]]()
     if config.evaluates:
         from fsdptrain.data.held_out import hold_out
 
@@ -55,7 +55,7 @@ def build_data(
         tokenizer,
         data=config.data,
         rollout=config.rollout,
-        exclude={content_hash(row) for row in held_out},
+        exclude={content_hash(row) for own in held_out.values() for row in own},
         max_prompt_len=config.prompt_budget,
         processor=processor,
         make=make,
@@ -64,12 +64,12 @@ def build_data(
         start = stream.state_dict()
         stream.next(1)  # fails before the model is loaded if no row can be trained on
         stream.load_state_dict(start)
-    prompts = list[Prompt]()
+    prompts = dict[str, list[Prompt]]()
     if held_out and config.generates:
         from fsdptrain.data.held_out import held_out_prompts
 
         prompts = held_out_prompts(config, tokenizer, held_out, processor)
-    return RunData(stream, prompts, [make(row) for row in held_out] if make else [])
+    return RunData(stream, prompts, {name: [*map(make, own)] for name, own in held_out.items()} if make else {})
 
 
 def require_same_data(stream: PromptStream) -> None:

@@ -1,11 +1,13 @@
 """Evaluation on held-out prompts, over all ranks: accuracy, pass@k, mean reward and length."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain.config import Config
+from fsdptrain.config.eval_sets import eval_sets
 from fsdptrain.distributed import gather, sum_over_ranks
+from fsdptrain.rewards.build import WeightedSum, build_reward
 from fsdptrain.rewards.values import is_correct
 from fsdptrain.rollout.sampling import sampling_params
 from fsdptrain.trainer.phases import Stopwatch
@@ -18,32 +20,37 @@ _EVAL_SEED = -1  # no rollout of training uses it; all evaluations draw the same
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out prompts of this rank, and the sampler that training uses."""
+    """The held-out prompts of this rank, by evaluation set, and the sampler that training uses."""
 
     config: Config
     sampler: Sampler
-    prompts: list[Prompt]
+    prompts: Mapping[str, list[Prompt]]
 
     def run(self) -> tuple[Metrics, list[Shown]]:
-        """Return metrics over all ranks, and samples to log.
+        """Return metrics over all ranks, and samples to log, of all sets.
 
         Every evaluation uses the same seeds, so results differ only because of the policy.
         """
-        sampling = eval_sampling(self.config)
-        metrics, shown = self._run(sampling, "heldout")
-        if self.config.run.eval_greedy:
-            greedy, _ = self._run(replace(sampling, num_samples=1, temperature=0.0), "heldout_greedy")
-            metrics |= greedy
+        sets, metrics, shown = eval_sets(self.config), Metrics(), list[Shown]()
+        for name in self.prompts:
+            sampling = eval_sampling(sets[name])
+            found, rows = self._run(sets[name], name, sampling, "")
+            metrics |= found
+            shown += rows
+            if sets[name].run.eval_greedy:
+                greedy = replace(sampling, num_samples=1, temperature=0.0)
+                metrics |= self._run(sets[name], name, greedy, "_greedy")[0]
         return metrics, shown
 
-    def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[Shown]]:
-        made = self.sampler.sample(self.prompts, sampling, Stopwatch())
+    def _run(self, config: Config, name: str, sampling: SamplingParams, suffix: str) -> tuple[Metrics, list[Shown]]:
+        made = self.sampler.sample(self.prompts[name], sampling, Stopwatch())
+        threshold, by_row = config.reward.pass_threshold, config.data.reward_key is not None
         metrics = evaluation_metrics(
-            made.samples, num_samples=sampling.num_samples, name=name, correct_reward=self.config.reward.pass_threshold
+            made.samples, num_samples=sampling.num_samples, name=name + suffix, correct_reward=threshold, by_row=by_row
         )
-        shown = show(made.prompts, made.texts, made.samples, self.config.log.num_samples)
-        everywhere = [row for rows in gather(shown) for row in rows]
-        return metrics, everywhere[: self.config.log.num_samples]
+        shown = show(made.prompts, made.texts, made.samples, config.log.num_samples)
+        everywhere = [replace(one, row={"set": name, **one.row}) for rows in gather(shown) for one in rows]
+        return metrics, everywhere[: config.log.num_samples]
 
 
 def eval_sampling(config: Config) -> SamplingParams:
@@ -60,14 +67,15 @@ def eval_sampling(config: Config) -> SamplingParams:
 
 
 def evaluation_metrics(
-    samples: Sequence[Sample], *, num_samples: int, name: str, correct_reward: float = 1.0
+    samples: Sequence[Sample], *, num_samples: int, name: str, correct_reward: float = 1.0, by_row: bool = False
 ) -> Metrics:
     """Compute metrics from the samples of all ranks. Collective.
 
     samples: of this rank, `num_samples` for each prompt; may be empty. Returns `eval/<name>/...`, means over all
     samples: `accuracy` (share with reward >= `correct_reward`), `reward_mean`, `length_mean` [tokens of the model],
     `truncated` (share that hit a limit), `unscored` (share; counts as reward 0 and wrong), and `pass@k`, a mean over
-    prompts, for each power of two up to num_samples. Empty if no rank has a sample.
+    prompts, for each power of two up to num_samples. Empty if no rank has a sample. by_row: adds
+    `reward_<reward>`, means over the samples that have it.
     """
     rewards = [sample.reward for sample in samples]
     correct = [is_correct(reward, correct_reward) for reward in rewards]
@@ -82,13 +90,25 @@ def evaluation_metrics(
         "unscored": sum(reward is None for reward in rewards),
     }
     per_prompt = {f"pass@{k}": math.fsum(pass_at_k(num_samples, c, k) for c in hits) for k in ks}
-    sums = sum_over_ranks([len(samples), len(hits), *per_sample.values(), *per_prompt.values()])
-    counts = [sums[0]] * len(per_sample) + [sums[1]] * len(per_prompt)
-    return {
-        f"eval/{name}/{metric}": total / count
-        for metric, total, count in zip([*per_sample, *per_prompt], sums[2:], counts, strict=True)
-        if count > 0
-    }
+    own = {part for sample in samples for part in sample.rewards if by_row}
+    parts = sorted({part for found in gather(own) for part in found})
+    of_part = {f"reward_{part}": [s.rewards[part] for s in samples if part in s.rewards] for part in parts}
+    sums = {metric: (math.fsum(found), len(found)) for metric, found in of_part.items()}
+    sums |= {metric: (total, len(samples)) for metric, total in per_sample.items()}
+    sums |= {metric: (total, len(hits)) for metric, total in per_prompt.items()}
+    totals, counts = (sum_over_ranks([pair[i] for pair in sums.values()]) for i in (0, 1))
+    found = zip(sums, totals, counts, strict=True)
+    return {f"eval/{name}/{metric}": total / count for metric, total, count in found if count > 0}
+
+
+def with_set_rewards(reward: WeightedSum, config: Config, *, has_environment: bool) -> WeightedSum:
+    """Add the rewards of evaluation sets that have some of their own."""
+    parts = [*reward.components]
+    for name, each in eval_sets(config).items():
+        if each.reward is not config.reward:
+            own = build_reward(each.reward, prompt_data=each.data.prompt_data, has_environment=has_environment)
+            parts += [replace(part, name=f"{name}.{part.name}", eval_set=name) for part in own.components]
+    return replace(reward, components=tuple(parts))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config
+from fsdptrain.config.eval_sets import UNNAMED
 from fsdptrain.config.keys import all_keys
 from fsdptrain.data.images import content_of
 from fsdptrain.data.rows import Rows
@@ -57,10 +58,11 @@ def bind_inputs(
     with raise_on_all_ranks(CheckpointError, "--resume"):
         if dist.get_rank() == 0:
             if config.run.num_rollout:  # else an evaluation, of other data on purpose
-                held_out = [held_out_content(prompt) for prompt in (*data.prompts, *data.supervised)]
+                sets = (data.prompts or data.supervised or {UNNAMED: []}).items()
+                held_out = {f"held-out rows of {name}": _digest([*map(held_out_content, own)]) for name, own in sets}
                 inputs = {
                     "rows of --prompt-data": digest_rows(data.stream.rows),
-                    "held-out rows": _digest(held_out),
+                    **{name.removesuffix(f" of {UNNAMED}"): digest for name, digest in held_out.items()},
                     "chat template": _digest(str(data.stream.tokenizer.chat_template)),
                     "tokenizer": _tokenizer(data.stream.tokenizer),
                     "source of --reward": _digest([source_of(component.function) for component in reward.components]),

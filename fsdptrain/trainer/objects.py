@@ -99,13 +99,13 @@ def _with_rows(config: Config) -> Config:
         raise ConfigError(
             f"--prompt-data {config.data.prompt_data} and Trainer(dataset=...) are both given: choose one"
         )
-    return config.model_copy(update={"data": config.data.source("dataset")})
+    return config.with_values(prompt_data="dataset")
 
 
 def _with_evaluation_rows(config: Config) -> Config:
-    if config.data.eval_prompt_data is not None:
-        given = f"--eval-prompt-data {config.data.eval_prompt_data} and Trainer(eval_dataset=...)"
+    if config.data.eval_prompt_data:
+        given = f"--eval-prompt-data {' '.join(config.data.eval_prompt_data)} and Trainer(eval_dataset=...)"
         raise ConfigError(f"{given} are both given: choose one")
     if not config.evaluates:
         raise ConfigError("Trainer(eval_dataset=...) has no effect: --eval-interval or --eval-size is 0")
-    return config.model_copy(update={"data": config.data.model_copy(update={"eval_prompt_data": "eval_dataset"})})
+    return config.with_values(eval_prompt_data=["eval_dataset"])

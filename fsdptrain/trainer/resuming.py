@@ -108,6 +108,7 @@ def changed_values(run: Path, now: Config) -> dict[OnResume, list[str]]:
 
 def _is_same_path(old: Any, new: Any) -> bool:
     """Return whether two values name the same file or folder."""
+    old, new = (value[0] if isinstance(value, list) and len(value) == 1 else value for value in (old, new))
     are_paths = all(isinstance(path, str) and os.path.exists(path) for path in (old, new))
     return are_paths and os.path.samefile(old, new)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.eval_sets import eval_sets
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.loading.meta import model_config
 from fsdptrain.types import Prompt, SamplingParams
@@ -43,7 +44,7 @@ def engine_options(config: Config, checkpoint: Path, *, on_gpu: bool) -> dict[st
             f"--rollout-engine-args speculative_config: method {draft.get('method')!r} drafts with weights that no "
             f"weight sync updates: use {' or '.join(_DRAFTS)}"
         )
-    longest = config.prompt_budget + config.rollout.max_response_len
+    longest = config.prompt_budget + max(x.rollout.max_response_len for x in (config, *eval_sets(config).values()))
     text = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).get_text_config(decoder=True)
     if "factor" not in (getattr(text, "rope_parameters", None) or {}):  # vLLM does not start beyond these positions
         longest = min(longest, getattr(text, "max_position_embeddings", None) or longest)

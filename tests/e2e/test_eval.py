@@ -58,6 +58,7 @@ def test_what_a_run_says_of_its_own_data_does_not_hinder_other_data(data: str, r
         ["--prompt-data", "x.csv", "--input-key", "question"],
         ["--prompt-data", "reasoning_gym:spell_backward?max_word_len=6&size=500"],
         ["--prompt-data", "a/b?split=train[:9]", "--input-key", "question"],
+        ["--eval-prompt-data", "a=a.jsonl", "b=b.jsonl", "--eval-set-options", "b.samples=2"],
     ]
     for number, flags in enumerate(trained_on):
         shutil.copytree(run / "checkpoints", tmp_path / str(number) / "checkpoints")
@@ -105,3 +106,39 @@ def test_export_takes_a_run_and_writes_into_it(run: Path, tmp_path: Path) -> Non
     none = command.run(["export", str(folder)], tmp_path)
     assert none.code == 2
     assert none.err.endswith(f"has no checkpoint in {folder / 'checkpoints'}; its exported model is {folder / 'hf'}\n")
+
+
+def test_sets_have_the_numbers_of_runs_with_one_each_by_their_own_settings(checkpoint: Path, tmp_path: Path) -> None:
+    rows = {name: [{"prompt": f"{name} {i}", "q": f"{name} {i}", "label": str(i)} for i in range(6)] for name in "abc"}
+    rows["c"] += [*rows["a"][:3], *rows["b"][:3]]
+    files = {name: write_rows(tmp_path / f"{name}.jsonl", own) for name, own in rows.items()}
+    settings = {"a": ["a.temperature=0", "a.size=3"], "b": ["b.samples=2", "b.max_response_len=9", "b.greedy=true"]}
+    settings["b"] += ["b.input_key=q", "b.reward=tests.e2e.rewards:variety"]
+    common = ["--no-bf16", "--log-to", "--reward-workers", "0", "--reward", "exact", "--rollout-max-response-len", "4"]
+
+    def evaluations(names: str, folder: str, *argv: str) -> dict[str, float]:
+        """Run on these sets. Returns the metrics of the first evaluation, of the model before training."""
+        sets = ["--eval-prompt-data", *(f"{name}={files[name]}" for name in names), "--prompt-data", str(files["c"])]
+        sets += ["--eval-set-options", *(word for name in names for word in settings[name]), *common]
+        result = command.run([*argv, *sets, "--output-dir", str(tmp_path / folder)], tmp_path / "out")
+        assert result.code == 0, result.err
+        return {name: x for name, x in metrics_of(tmp_path / folder)[0].items() if name.startswith("eval/")}
+
+    a, b, both = (evaluations(names, names, "eval", str(checkpoint)) for names in ("a", "b", "ab"))
+    assert both == a | b
+    assert {name.split("/")[1] for name in both} == {"a", "b", "b_greedy"}
+    samples = rows_of(tmp_path / "ab" / "samples.jsonl")
+    assert [sample["set"] for sample in samples] == ["a"] * 3 + ["b"] * 12
+    lengths = {name: max(len(sample["tokens"]) for sample in samples if sample["set"] == name) for name in "ab"}
+    assert lengths["a"] == 4 < lengths["b"] <= 9
+    assert both["eval/a/reward_mean"] == 0 < both["eval/b/reward_mean"]  # exact, and one that gives some to each
+
+    train = ["--hf-checkpoint", str(checkpoint), "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"]
+    train += ["--keep-best", "1", "--num-rollout"]
+    assert evaluations("ab", "run", *train, "3") == both
+    assert "best eval/a/accuracy: 0 at step 0" in (tmp_path / "out" / "err").read_text()
+    trained = [row["prompt"] for row in rows_of(tmp_path / "run" / "samples.jsonl") if row["set"] == "train"]
+    assert all("c " in prompt for prompt in trained)
+    write_rows(files["b"], [*rows["b"][:5], {"prompt": "new", "q": "new", "label": "1"}])
+    with pytest.raises(AssertionError, match="this has changed: held-out rows of b; restore it"):
+        evaluations("ab", "run", *train, "4")

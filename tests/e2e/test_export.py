@@ -58,7 +58,7 @@ def difference(family: str, folder: Path, values: dict[str, Any]) -> float:
         assert loop is not None
         assert loop.weight_sync is not None
         assert isinstance(loop.evaluation, Evaluation)
-        prompts = {prompt.id: prompt for prompt in loop.evaluation.prompts}
+        prompts = {prompt.id: prompt for prompt in loop.evaluation.prompts["heldout"]}
         completions = loop.weight_sync.engine.generate(list(prompts.values()), eval_sampling(loop.config))
         held = dict(loop.backend.hf_weights())
     assert same(load_files(folder / "run" / "hf"), held)

@@ -59,14 +59,15 @@ def test_eval_loss_is_the_token_mean_over_held_out_rows_on_any_ranks(num_ranks, 
     """Measured before training and after it, without an engine."""
     held_out = write_rows(tmp_path / "held_out.jsonl", [{"messages": chat} for chat in CHATS])
     rows = [{"messages": [{"role": "user", "content": f"speak {i}"}, *chat[1:]]} for i, chat in enumerate(CHATS)]
-    options = {"eval_prompt_data": held_out, "sft_loss_on": loss_on, "lr": "1e-2", "eval_interval": 2, "keep_last": 1}
-    argv = flags(checkpoint, tmp_path, rows, **options)
+    options = {"sft_loss_on": loss_on, "lr": "1e-2", "eval_interval": 2, "keep_last": 1}
+    argv = [*flags(checkpoint, tmp_path, rows, **options), "--eval-prompt-data", f"heldout={held_out}", f"b={held_out}"]
     result = command.run(argv, tmp_path / "out", num_ranks=num_ranks)
     assert result.code == 0, result.err
     found = [row for row in metrics_of(tmp_path / "run") if "eval/loss" in row]
     assert [row["step"] for row in found] == [0, 2]
     assert found[0]["eval/loss"] == pytest.approx(stock_loss(checkpoint, loss_on), rel=1e-5)
     assert found[1]["eval/loss"] < found[0]["eval/loss"]
+    assert [row["eval/b/loss"] for row in found] == [row["eval/loss"] for row in found]
     assert [row["eval/perplexity"] for row in found] == [math.exp(row["eval/loss"]) for row in found]
     assert "messages in the column messages" in result.err
 

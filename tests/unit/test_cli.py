@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ["--hf-checkpoint", "Qwen/Qwen3-4B"]
 LOCAL = ["--hf-checkpoint", str(configs.CONFIGS / "qwen3-4b")]
 MEGATRON = ["--backend", "megatron", "--megatron-tensor-parallel"]
+SET = ["--eval-prompt-data", "a=rows.jsonl", "--eval-set-options"]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 
@@ -177,6 +178,9 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(fsdptrain,
     [
         (["--prompt-data", "none.jsonl"], "--prompt-data none.jsonl: file not found"),
         (["--eval-prompt-data", "none.jsonl"], "--eval-prompt-data none.jsonl: file not found"),
+        (["--eval-prompt-data", "a=rows.jsonl", "b=none.jsonl"], "--eval-prompt-data none.jsonl: file not found"),
+        ([*SET, "a.label_key=answer"], "--label-key 'answer' is not a column of --eval-prompt-data"),
+        ([*SET, "a.reward=maths"], "--reward: unknown name 'maths'; did you mean 'math'?"),
         (["--prompt-data", "rows.txt"], "--prompt-data rows.txt: its name must end in .jsonl"),
         (["--prompt-data", "empty.jsonl"], "--prompt-data empty.jsonl has no rows"),
         (["--prompt-data", "rows.jsonl", "--label-key", "answer"], "--label-key 'answer' is not a column of "),

@@ -20,10 +20,12 @@ FORM = re.compile(r"([a-z_]+|<>)/(\w|<>)[\w/@<>]*")
 JOINED = {
     "perf/<>_s": {f"perf/{name}_s" for name in (*_TIMED, "offload")},
     "agent/<>": {f"agent/{name}" for name in COUNTS},
-    "eval/heldout/accuracy": {"eval/<>/accuracy"},  # the default of --eval-metric
     "eval/<>/<>": {
-        f"eval/<>/{name}" for name in ("accuracy", "reward_mean", "length_mean", "truncated", "unscored", "pass@<>")
+        f"eval/<>/{name}"
+        for name in ("accuracy", "reward_mean", "length_mean", "truncated", "unscored", "pass@<>", "reward_<>")
     },
+    "eval/<>loss": {"eval/loss", "eval/<>/loss"},
+    "eval/<>perplexity": {"eval/perplexity", "eval/<>/perplexity"},
 }
 NO_METRICS = {"mismatch/_w_mean": "replaced by mismatch/ess", "mismatch/_w2_mean": "replaced by mismatch/ess"}
 

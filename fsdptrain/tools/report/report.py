@@ -31,9 +31,10 @@ def report_rows(curves: Mapping[str, Curve]) -> list[Row]:
         metrics = {"loss/total": ("loss", min), "eval/loss": ("loss of held-out rows", min)}
     metrics |= {"reward/mean": ("reward", max), "selection/reward_mean": ("reward, including dropped groups", max)}
     for name in curves:
-        if name.startswith("eval/") and name.endswith("/accuracy"):
+        kind = name.rpartition("/")[2]
+        if name.startswith("eval/") and kind in ("accuracy", "loss") and name != "eval/loss":
             label = {"heldout": "", "heldout_greedy": ", greedy"}.get(name.split("/")[1], f", {name.split('/')[1]}")
-            metrics[name] = (f"accuracy{label}", max)
+            metrics[name] = (f"{kind}{label}", max if kind == "accuracy" else min)
     metrics |= {"completion/length_mean": ("length [tokens]", None)}
     metrics |= {"selection/kept_fraction": ("share of groups kept", None)}
     return [_row(label, curves[name], best) for name, (label, best) in metrics.items() if name in curves]

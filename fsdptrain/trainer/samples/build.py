@@ -51,7 +51,7 @@ def open_rewards(
         stream = data.stream
         rows = [stream.rows[index] for index in range(min(_TRIALS, len(stream.rows)))]
         make = partial(make_prompt, tokenizer=stream.tokenizer, data=stream.data, processor=stream.processor)
-        prompts = [*map(make, rows), *data.prompts[:1]]
+        prompts = [*map(make, rows), *(prompt for own in data.prompts.values() for prompt in own[:_TRIALS])]
         if environment is not None:
             episode = Episode((), None, done=True)
             prompts = [replace(prompt, metadata={**prompt.metadata, "episode": episode}) for prompt in prompts]

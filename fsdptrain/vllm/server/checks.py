@@ -5,6 +5,7 @@ import socket
 from typing import Any
 
 from fsdptrain.config import Config
+from fsdptrain.config.eval_sets import eval_sets
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.sections import RouterConfig
 from fsdptrain.vllm.server.client import VLLMClient
@@ -48,7 +49,8 @@ async def require_fitting(client: VLLMClient, config: Config) -> None:
 
 def _flags_of(found: Any, config: Config) -> dict[str, tuple[Any, Any]]:
     """What vLLM's flags must be, and what they are on a server that described itself as `found`."""
-    model, longest = found["model_config"], config.prompt_budget + config.rollout.max_response_len
+    longest = config.prompt_budget + max(x.rollout.max_response_len for x in (config, *eval_sets(config).values()))
+    model = found["model_config"]
     flags = {
         "dtype": (config.compute_dtype_name, model["dtype"].removeprefix("torch.")),
         "logprobs-mode": ("processed_logprobs", model["logprobs_mode"]),

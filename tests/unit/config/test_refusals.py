@@ -121,7 +121,17 @@ COMPUTED = """
 --fp16 --bf16 | --fp16; --no-bf16 | --no-bf16
 --reward-timeout 901 | --reward-timeout 901; --dist-timeout | --dist-timeout 3600
 --prompt-data environment | --prompt-data; --environment | --environment my:calculator
---eval-prompt-data environment | --eval-prompt-data; held out | --eval-prompt-data None
+--eval-prompt-data environment | --eval-prompt-data; held out | --eval-prompt-data
+--eval-prompt-data a=x.jsonl a=y.jsonl | a=x.jsonl; a name of its own, NAME=DATA | --eval-prompt-data a=x.jsonl a_=y.jsonl
+--eval-prompt-data x.jsonl a=y.jsonl | x.jsonl; a name of its own | --eval-prompt-data heldout=x.jsonl a=y.jsonl
+--eval-prompt-data a=x.jsonl a_greedy=y.jsonl | a_greedy=y.jsonl; a name of its own
+--eval-prompt-data a/b=x.jsonl | a/b=x.jsonl; letters; ./a/b=x.jsonl | --eval-prompt-data ./a/b=x.jsonl
+--eval-prompt-data a=x.jsonl --eval-set-options a.sample=2 | a.sample; 'samples'; max_response_len | --eval-set-options a.samples=2
+--eval-prompt-data a=x.jsonl --eval-set-options a.samples=0 | a.samples; at least 1, got 0 | --eval-set-options a.temperature=0
+--eval-prompt-data a=x.jsonl --eval-set-options b.size=2 | b.size; SET.SETTING=VALUE | --eval-prompt-data b=x.jsonl
+--eval-prompt-data a=x.jsonl --eval-set-options size=2 | SET.SETTING=VALUE; a | --eval-set-options 'a={size: 2}'
+--eval-prompt-data a=x.jsonl --algorithm sft --eval-set-options a.samples=2 | a.samples; --algorithm sft | --eval-set-options a.size=2
+--eval-prompt-data a=reasoning_gym:products --eval-set-options a.input_key=x | a.input_key; no columns | --eval-prompt-data a=x.jsonl
 --optimizer adam | --optimizer; 'adamw' | --optimizer adamw
 --optimizer muon --offload-optimizer | --offload-optimizer; --optimizer muon | --optimizer adamw
 --optimizer muon --tensor-parallel-size 2 | --optimizer muon; --tensor-parallel-size | --optimizer adamw

@@ -30,7 +30,7 @@ def run(tmp_path, capsys):
         for step in range((resumed_step or 0) + 1, 5):
             now[0] += 20.0
             logger.log({**STEP, "reward/mean": 0.25 * step, "loss/total": 0.1}, step)
-        logger.log({"eval/held_out/accuracy": 0.5}, 4)
+        logger.log({"eval/held_out/accuracy": 0.5, "eval/held_out_greedy/accuracy": 1.0, "eval/b/accuracy": 0.25}, 4)
         logger.close()
         return capsys.readouterr().out
 
@@ -42,16 +42,16 @@ def test_plain_output_has_one_line_per_step(run):
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 5
     assert steps[1] == "step 2/4  reward 0.500  std 0.430  len 132  cut 0.125  grad 0.310  tok/s 1.2k  ETA 40s"
-    assert steps[4] == "step 4/4  acc 0.500"
+    assert steps[4] == "step 4/4  acc held_out 0.500  acc b 0.250"
 
 
 def test_without_steps_to_train_nothing_is_counted(run):
     out = run(total_steps=0, resumed_step=4)
-    assert "acc 0.500" in out
+    assert "acc held_out 0.500" in out
     assert "/0" not in out
 
 
-@pytest.mark.parametrize(("own", "rows"), [(None, "held-out rows of a.jsonl"), ("b.jsonl", "b.jsonl")])
+@pytest.mark.parametrize(("own", "rows"), [([], "held-out rows of a.jsonl"), ("b.jsonl", "b.jsonl")])
 def test_an_evaluation_names_the_checkpoint_and_its_rows(tmp_path, own, rows):
     config = Config(hf_checkpoint="m", prompt_data="a.jsonl", eval_prompt_data=own, num_rollout=0, resume="r/step_2")
     line = header(RunInfo(tmp_path, "p", "run-a", 0, 2, config)).splitlines()[1]

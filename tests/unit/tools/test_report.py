@@ -47,8 +47,9 @@ def test_rows_have_first_best_and_last_values(tmp_path):
 
 
 def test_a_supervised_run_has_both_losses(tmp_path):
-    rows = report_rows(write(tmp_path, [{"step": 1, "loss/total": 2.0, "eval/loss": 3.0}]))
-    assert [(row.label, row.last) for row in rows] == [("loss", (1, 2.0)), ("loss of held-out rows", (1, 3.0))]
+    rows = report_rows(write(tmp_path, [{"step": 1, "loss/total": 2.0, "eval/loss": 3.0, "eval/b/loss": 4.0}]))
+    expected = [("loss", (1, 2.0)), ("loss of held-out rows", (1, 3.0)), ("loss, b", (1, 4.0))]
+    assert [(row.label, row.last) for row in rows] == expected
 
 
 @pytest.mark.parametrize("rows", [None, []])

@@ -40,7 +40,7 @@ def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, h
             build_data(config, tiny_tokenizer(), rows, None)
         config = config.with_values(num_rollout=0)
     prompts = build_data(config, tiny_tokenizer(), rows, None).prompts
-    assert len(prompts) == held_out
+    assert len(prompts.get("heldout", ())) == held_out
     assert [record.getMessage() for record in caplog.records] == told
     if told and num_short:
         with pytest.raises(DataError, match=r"^--keep-best 1: nothing is evaluated: 9 rows"):

@@ -50,6 +50,13 @@ def test_metrics_of_known_rewards():
     )  # fmt: skip
 
 
+def test_each_reward_of_rows_that_name_theirs_is_a_mean_over_its_samples():
+    parts = ({"math": 0.75}, {"code": 0.5}, {"math": 0.25, "mean": 9.0})
+    samples = [Sample("a", [7], [True], [0.0], reward=0.5, rewards=own) for own in parts]
+    found = evaluation_metrics(samples, num_samples=1, name="a", by_row=True)
+    assert [found[f"eval/a/reward_{name}"] for name in ("math", "code", "mean")] == [0.5, 0.5, 0.5]
+
+
 def test_without_prompts_there_are_no_metrics():
     assert run([]) == {}
 
@@ -72,5 +79,5 @@ def test_accuracy_counts_responses_from_the_threshold_on(threshold: float, accur
     engine, reward = FakeRolloutEngine(lambda prompt, index: [5]), in_process(lambda prompt, _: rewards[prompt.id])
     sampler = SingleTurn(engine, reward, tiny_tokenizer())
     prompts = [Prompt(name, [5], "") for name in rewards]
-    metrics, _ = Evaluation(Config(hf_checkpoint="x", pass_threshold=threshold), sampler, prompts).run()
+    metrics, _ = Evaluation(Config(hf_checkpoint="x", pass_threshold=threshold), sampler, {"heldout": prompts}).run()
     assert metrics["eval/heldout/accuracy"] == accuracy
