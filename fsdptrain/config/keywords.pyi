@@ -113,6 +113,8 @@ class Keywords(TypedDict, total=False):
     adam_eps: float
     muon_lr: float | None
     clip_grad: float
+    freeze: str | list[str]
+    lr_scale: dict[str, float]
     offload_optimizer: bool
     max_tokens_per_gpu: int
     overlong_samples: Literal["error", "drop"]
@@ -168,7 +170,10 @@ class Keywords(TypedDict, total=False):
     dry_run: bool | Literal["full"]
     lora_rank: int
     lora_alpha: int
+    lora_rslora: bool
     lora_targets: str | list[str]
+    lora_modules_to_save: str | list[str]
+    lora_init: str | None
     lora_export: Literal["adapter", "merged", "both"]
     load_in_4bit: bool
     image_key: str | None

@@ -16,12 +16,13 @@ from fsdptrain.config.rules import (
     REFUSED,
     RL_ONLY,
     TUNING,
+    Excludes,
     IdleWith,
     Package,
     Problem,
     Requires,
 )
-from fsdptrain.config.section import Section
+from fsdptrain.config.section import Names, Section
 from fsdptrain.registry import unknown_name
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class FsdpConfig(Section):
 
 
 OPTIMIZERS = ["adamw", "muon", "sgd"]  # keys of fsdptrain.fsdp.optimizers.OPTIMIZERS
-_OF_MUON = Requires("optimizer=muon")
+_OF_ADAMW, _OF_MUON = Requires("optimizer=adamw"), Requires("optimizer=muon")
 _NO_SGD = IdleWith("optimizer=sgd")
 
 
@@ -105,8 +106,7 @@ class OptimConfig(Section):
     ON_RESUME = TUNING
 
     optimizer: Annotated[str, FSDP_ONLY, REFUSED] = "adamw"
-    """adamw, muon, sgd, or `package.module:function`: (parameter groups, options) -> torch.optim.Optimizer.
-    See docs/optimizers.md."""
+    """adamw, muon, sgd, or `package.module:function`, which makes a torch.optim.Optimizer. See docs/optimizers.md."""
     lr: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate."""
     min_lr: Annotated[float, IdleWith("lr_decay_style=constant", fix=_DECAYS)] = Field(default=0.0, ge=0.0)
@@ -129,17 +129,16 @@ class OptimConfig(Section):
     """Peak learning rate of the matrices with --optimizer muon, with the schedule of --lr. Default: --lr."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
-    offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
+    freeze: Annotated[Names, REFUSED, FSDP_ONLY, Excludes("lora_rank")] = Field(default=[])
+    """Regular expressions: parameters whose Hugging Face names match are not trained. See docs/optimizers.md."""
+    lr_scale: Annotated[dict[str, float], FSDP_ONLY] = Field(default={})
+    """Factors of --lr for parameters whose names match a regular expression, e.g. `embed_tokens=0.1`."""
+    offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), _OF_ADAMW, FSDP_ONLY] = False
     """Keep only the optimizer state in host memory, and run steps there."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not is_custom(self.optimizer) and self.optimizer not in OPTIMIZERS:
             yield unknown_name("--optimizer", self.optimizer, OPTIMIZERS)
-        if self.offload_optimizer and self.optimizer != "adamw":
-            yield (
-                f"--offload-optimizer does not work with --optimizer {self.optimizer}, only with adamw: leave one of "
-                "them out"
-            )
         if self.optimizer == "muon" and config.ranks_along("tensor") > 1:
             yield (
                 "--optimizer muon does not work with --tensor-parallel-size, which divides its matrices once more: "

@@ -110,6 +110,7 @@ class Fact(Enum):
 
     OWN_ATTENTION = "packs need attention that flash-attn kernels do not support"
     FROZEN_WEIGHTS = "the checkpoint's weights are frozen: they are the reference, stored in the compute dtype"
+    START = "more than new adapters is trained: what is trained has a copy of its start, for the reference"
     RUNS_TOWER = "every forward pass goes through the parts outside of the language model too"
     TRAINS_TOWER = "these parts are trained too"
     EMBEDDED_ENGINE = "--rollout-engine auto means the embedded engine: vLLM cannot serve the option"

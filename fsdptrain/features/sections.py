@@ -1,9 +1,9 @@
 """The options of the features: a section for each, with the rules of its fields. Imports no torch."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fsdptrain.config.rules import (
     COLUMN,
@@ -34,24 +34,31 @@ class LoraConfig(Section):
     NAME = "lora"
     PREFIX = "lora_"
     RULES = (Requires("lora_rank", fix="set it, e.g. 32"), FSDP_ONLY)
-    FACTS = ((Fact.FROZEN_WEIGHTS, "lora_rank"),)
+    FACTS = ((Fact.FROZEN_WEIGHTS, "lora_rank"), (Fact.START, "lora_init"), (Fact.START, "lora_modules_to_save"))
 
     rank: Annotated[int, Package("peft", "lora")] = Field(default=0, ge=0)
     """Rank of the adapter, e.g. 32. 0: no adapter, train all weights."""
     alpha: int = Field(default=32, ge=1)
     """Scale of the adapter's output: alpha / rank."""
+    rslora: bool = False
+    """Scale the output by alpha / sqrt(rank) (rsLoRA)."""
     targets: Names = Field(default=["all-linear"], min_length=1)
-    """Adapted weights: `all-linear` (except the head), name suffixes of linear layers (q_proj), or of other weights
-    such as experts.gate_up_proj experts.down_proj."""
+    """Adapted weights: `all-linear` (except the head), or name suffixes: q_proj, experts.down_proj: docs/lora.md."""
+    modules_to_save: Annotated[Names, Excludes("ref_load")] = Field(default=[])
+    """Modules to train whole and save in the adapter, by name suffix, e.g. embed_tokens lm_head."""
+    init: Annotated[str | None, NOT_EXPORTED] = None
+    """Start from the adapter in this peft directory, with its rank, alpha, targets, rslora and modules_to_save."""
     export: Annotated[Literal["adapter", "merged", "both"], NEUTRAL, EXPORT_CHOICE] = "adapter"
-    """Format of the exported model. `adapter`: a peft directory. `merged`: a full model. `both`: a full model and the
-    adapter in its subdirectory `adapter`."""
+    """Exported model: a peft directory, a full model, or that and the adapter in its subdirectory `adapter`."""
 
-    def problems(self, config: "Config") -> Iterator[Problem]:
-        if not self.rank:
-            return
-        for name in sorted({name for name in self.targets if self.targets.count(name) > 1}):
-            yield f"--lora-targets names {name} twice: name it once"
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_folder(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("init"), str):
+            from fsdptrain.features.lora.folder import with_options
+
+            return with_options(values)
+        return values
 
 
 class QuantizedBaseConfig(Section):
@@ -178,8 +185,7 @@ class PrefixSharingConfig(Section):
     FACTS = ((Fact.OWN_ATTENTION, "prefix_sharing"),)
 
     prefix_sharing: Annotated[bool, _NOT_EXACT, FSDP_ONLY] = False
-    """Compute the prompt of a group once per pack. A probe of the model at start must prove it exact. Not run on a GPU
-    yet."""
+    """Compute the prompt of a group once per pack, if a probe proves it exact. Not run on a GPU yet."""
 
 
 class ActivationMemoryConfig(Section):
@@ -201,8 +207,7 @@ class CompileConfig(Section):
     ON_RESUME = NEUTRAL
 
     compile: Annotated[bool, FSDP_ONLY] = False
-    """Apply torch.compile to each decoder layer, except attention, once for packs of all shapes. Needs a C++
-    compiler."""
+    """Apply torch.compile to each decoder layer, except attention. Needs a C++ compiler. See docs/compile.md."""
 
 
 class LigerConfig(Section):
@@ -219,8 +224,7 @@ class LigerConfig(Section):
         Excludes("tensor_parallel_size>1", "expert_parallel_size>1", "image_key"),
         FSDP_ONLY,
     ] = False
-    """Compute norms and gated MLPs with the Triton kernels of liger-kernel, after comparing logprobs and gradients of
-    the loaded model with and without them. Not run on a GPU yet."""
+    """Compute norms and gated MLPs with Triton kernels of liger-kernel, after a comparison. Not run on a GPU yet."""
 
 
 _JSD = Requires("opd_loss=jsd", fix="add --opd-loss jsd, or remove it")

@@ -30,6 +30,10 @@ def meta_policy(config: Config, path: Path, features: Features) -> PreTrainedMod
         freeze_vision(model)
     for feature in features:
         feature.add_parameters(model)
+    if config.optim.freeze or config.optim.lr_scale:
+        from fsdptrain.fsdp.trained import choose_trained
+
+        choose_trained(model, config.optim)
     return model
 
 
@@ -69,8 +73,7 @@ def load_model(
         expert_shards=meshes.expert_shards,
     )
     with features.without():
-        offload = config.fsdp.cpu_offload
-        load_weights(model, path, cpu_offload=offload, dtype=stored)
+        load_weights(model, path, cpu_offload=config.fsdp.cpu_offload)
     for feature in features:
         feature.after_load(model)
     return model

@@ -40,7 +40,9 @@ def muon(groups: Groups, options: OptimConfig) -> Optimizer:
     """Create the optimizer: Muon for the groups of kind `matrix`, AdamW for the others."""
     others = [group for group in groups if group["kind"] != "matrix"]
     scale = 1.0 if options.muon_lr is None else options.muon_lr / options.lr
-    matrices = [group | {"lr": options.lr, "lr_scale": scale} for group in groups if group["kind"] == "matrix"]
+    matrices = [group | {"lr": options.lr} for group in groups if group["kind"] == "matrix"]
+    for group in matrices:
+        group["lr_scale"] *= scale
     if not matrices:
         raise ConfigError("--optimizer muon: no matrix is trained: use --optimizer adamw")
     return Muon(matrices, adamw(others, options) if others else None, options)

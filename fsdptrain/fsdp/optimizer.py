@@ -151,7 +151,7 @@ class Optimizer:
     def set_lr(self, lr: float) -> None:
         for group in self.inner.param_groups:
             scaled = lr * group.get("lr_scale", 1.0)
-            group["lr"] = group["lr"].fill_(scaled) if isinstance(group["lr"], Tensor) else scaled
+            group["lr"] = torch.full_like(group["lr"], scaled) if isinstance(group["lr"], Tensor) else scaled
 
 
 def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

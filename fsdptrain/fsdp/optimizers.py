@@ -1,7 +1,7 @@
 """The optimizers of --optimizer: a table of functions (groups, options) -> torch.optim.Optimizer.
 
-`groups` are up to three parameter groups of torch.optim, with names: `params` is a list of (name, parameter), the
-parameters are DTensors if the model is sharded, and `kind` is one of
+`groups` are parameter groups of torch.optim, with names: `params` is a list of (name, parameter), the parameters are
+DTensors if the model is sharded, `lr_scale` is the factor of --lr-scale, and `kind` is one of
 
     matrix      weights of linear layers and routers in decoder and vision layers [out, in], stacked experts [E, ., .]
     other       embeddings, head, convolutions, biases of stacked experts [E, .]
@@ -63,22 +63,25 @@ def build_optimizer(
         )
     if len(members) > len(trained):
         raise ConfigError(f"{flag} has parameters that are not trained: put only those of `groups` into it")
+    if options.lr_scale and any("lr_scale" not in group for group in found.param_groups):
+        raise ConfigError(f"{flag} drops `lr_scale` of its groups, which --lr-scale sets: keep it")
     return found
 
 
 def parameter_groups(names: Mapping[nn.Parameter, str], model: nn.Module, weight_decay: float) -> Groups:
-    """Divide parameters by kind. Kinds without parameters have no group.
+    """Divide parameters by kind and by their factor in `model.lr_scales`, which `choose_trained` sets.
 
     names: of the trained parameters. Those that are not of the transformers `model` itself are no `matrix`.
     """
-    members: dict[str, list[tuple[str, nn.Parameter]]] = {"matrix": [], "other": [], "vector": []}
+    members: dict[tuple[str, float], list[tuple[str, nn.Parameter]]] = {}
+    scales = vars(model).get("lr_scales", {})
     matrices = _matrices(model) if isinstance(model, PreTrainedModel) else set()
     for p, name in names.items():
-        members["vector" if p.ndim < 2 else "matrix" if p in matrices else "other"].append((name, p))
+        kind = "vector" if p.ndim < 2 else "matrix" if p in matrices else "other"
+        members.setdefault((kind, scales.get(name, 1.0)), []).append((name, p))
     return [
-        {"params": params, "kind": kind, "weight_decay": 0.0 if kind == "vector" else weight_decay}
-        for kind, params in members.items()
-        if params
+        {"params": params, "kind": kind, "lr_scale": scale, "weight_decay": weight_decay * (kind != "vector")}
+        for (kind, scale), params in members.items()
     ]
 
 

@@ -6,13 +6,14 @@ directions. A rollout takes one swap in and one out.
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.rules import Fact
 from fsdptrain.enabled_features import NO_FEATURES, Features
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.build import load_model
@@ -26,17 +27,19 @@ from fsdptrain.model.structure import reshard
 class ReferenceBank:
     """A host copy of the current weights of `source`. Each rank stores its own shards."""
 
-    def __init__(self, source: nn.Module) -> None:
+    def __init__(self, source: nn.Module, *, only_trained: bool = False) -> None:
+        """only_trained: other weights of the reference are those of the policy. Then adapters stay in the model."""
+        self._only_trained = only_trained
         reshard(source)
         self.fingerprint = fingerprint(source)
         pinned = platform.has_accelerator()
-        live = _live_tensors(source)
+        live = self._live_tensors(source)
         self._bank = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x) for x in live]
 
     @contextmanager
     def swapped_into(self, model: nn.Module, features: Features = NO_FEATURES) -> Iterator[None]:
         """Swap the reference weights into `model`, sharded like the source, and restore the policy on exit or error."""
-        with features.without():
+        with nullcontext() if self._only_trained else features.without():
             self._swap(model)
             try:
                 yield
@@ -47,7 +50,7 @@ class ReferenceBank:
     def _swap(self, model: nn.Module) -> None:
         """Exchange model and bank tensor by tensor. Memory is allocated before any change."""
         reshard(model)
-        pairs = list(zip(_live_tensors(model), self._bank, strict=True))
+        pairs = list(zip(self._live_tensors(model), self._bank, strict=True))
         scratch: dict[torch.device, Tensor] = {}
         for device in {live.device for live, _ in pairs}:
             size = max(live.nbytes for live, _ in pairs if live.device == device)
@@ -60,6 +63,11 @@ class ReferenceBank:
         if platform.has_accelerator():
             torch.accelerator.synchronize()  # the host may read and free the copied memory from here on
 
+    def _live_tensors(self, model: nn.Module) -> list[Tensor]:
+        """Return this rank's shards and buffers. A tied weight appears once."""
+        tensors = [*model.parameters(), *model.buffers()]
+        return [local_shard(tensor) for tensor in tensors if tensor.requires_grad or not self._only_trained]
+
 
 def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBank:
     """Load the weights of --ref-load. The sharded model is freed before this returns. Collective."""
@@ -67,7 +75,7 @@ def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBa
     cutting = Features([feature for feature in features if feature.cuts_parameters])
     with named_in_errors("--ref-load"):
         path = resolve_checkpoint(config.ref.load)
-        loaded = load_model(config, path, meshes, features=cutting)
+        loaded = load_model(config.with_values(freeze=[], lr_scale={}), path, meshes, features=cutting)
         bank = ReferenceBank(loaded)
     del loaded
     gc.collect()  # modules and FSDP hooks form reference cycles
@@ -82,7 +90,8 @@ def choose_bank(
     Raises CheckpointError if `loaded` has other shapes than `model`.
     """
     if loaded is None:
-        return ReferenceBank(model) if config.stores_reference else None
+        only_trained = config.has(Fact.FROZEN_WEIGHTS)
+        return ReferenceBank(model, only_trained=only_trained) if config.stores_reference else None
     with features.without():
         own = fingerprint(model)
     if loaded.fingerprint != own:
@@ -91,11 +100,6 @@ def choose_bank(
             f"{describe(own)}: the reference must have the same shapes"
         )
     return loaded
-
-
-def _live_tensors(model: nn.Module) -> list[Tensor]:
-    """Return this rank's shards and buffers. A tied weight appears once."""
-    return [local_shard(tensor) for tensor in [*model.parameters(), *model.buffers()]]
 
 
 @contextmanager

@@ -141,7 +141,7 @@ class Shapes:
         self._in_layers = {p for layer in self._layers for p in layer}
         self.outside = [p for p in model.parameters() if p not in self._in_layers]
         self._parameters = list(model.parameters())
-        self._has_adapter = any(is_of_adapter(name) for name, _ in model.named_parameters())
+        self._adapters = {p for name, p in model.named_parameters() if is_of_adapter(name)}
         self._itemsize, self._is_quantized = compute_bytes(config), bool(config.value("load_in_4bit"))
 
     def state(self, *, pinned: bool = False) -> Parts:
@@ -174,7 +174,7 @@ class Shapes:
 
     def whole_weights(self, ranks: int) -> int:
         """Return the bytes of an engine's weights over `ranks`. An adapter is merged."""
-        sizes = sum(p.numel() for p in self._parameters if not (self._has_adapter and p.requires_grad))
+        sizes = sum(p.numel() for p in self._parameters if p not in self._adapters)
         return math.ceil(self._itemsize * sizes / ranks)
 
     def largest_gathered(self) -> int:
@@ -187,9 +187,10 @@ class Shapes:
         """Return the bytes of a rank's copies on the host: of the reference and of a checkpoint in writing."""
         found, config = Parts(), self._config
         if config.stores_reference:
-            width = self._itemsize if self._has_adapter else MASTER_BYTES
-            of_policy = [p for p in self._parameters if not (self._has_adapter and p.requires_grad)]
-            sizes = [width * self.shard(p) for p in of_policy]
+            is_start = self._adapters and config.ref.load is None  # a copy of what is trained
+            width = self._itemsize if self._adapters and not is_start else MASTER_BYTES
+            chosen = (p for p in self._parameters if (p.requires_grad if is_start else p not in self._adapters))
+            sizes = [width * self.shard(p) for p in chosen]
             found["the reference"] = _rounded(sizes) if pinned else sum(sizes)
         if config.run.async_save:
             state = self.state(pinned=pinned)
@@ -216,7 +217,7 @@ class Shapes:
         """Return the bytes per element of a frozen weight. Without an adapter it is stored like the trained ones."""
         if self._is_quantized and parameter in self._in_layers and parameter.dim() > 1:
             return 0.5 + MASTER_BYTES / 64  # a scale per 64 weights
-        return self._itemsize if self._has_adapter else MASTER_BYTES
+        return self._itemsize if self._adapters else MASTER_BYTES
 
     def _moments(self, parameter: nn.Parameter) -> tuple[float, ...]:
         """Return the bytes per element of each tensor of the optimizer's state. Unknown optimizers count like AdamW."""

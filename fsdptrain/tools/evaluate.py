@@ -82,6 +82,8 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
         rows += ["--eval-size", str(ALL)]
     output = Path(given.get("output_dir") or _unused(f"runs/{name}-eval"))
     flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1"]
+    if model[0] == RECIPE.flag and values.get("lora_init"):  # the checkpoint or the export holds the trained adapter
+        flags += ["--lora-init", "None"]
     if values.get("algorithm") != "sft":  # a supervised run computes a loss, and generates nothing
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output

@@ -171,17 +171,17 @@ def _imports_of(module: ModuleType, path: Path) -> Iterator[ModuleType]:
 
 
 def _models(config: Config) -> Iterator[tuple[str, str]]:
-    """Digest the models in local folders: of the reference, of a teacher."""
+    """Digest the models in local folders: of the reference, of a teacher, of an adapter."""
     for key in all_keys().values():
         value = key.value(config)
-        if isinstance(value, str) and os.path.isfile(os.path.join(value, "config.json")):
+        if isinstance(value, str) and any(os.path.isfile(f"{value}/{kind}config.json") for kind in ("", "adapter_")):
             yield f"files of {key.flag}", digest_model(Path(value))
 
 
 def digest_model(folder: Path) -> str:
     """Digest the config files and slices of all files of weights: the headers, and some of the values."""
     slices = [path.read_bytes() for path in sorted(folder.glob("*config.json"))]  # of processors and generation too
-    for path in weight_files(folder):
+    for path in sorted(folder.glob("adapter_model.safetensors")) or weight_files(folder):
         size = path.stat().st_size
         slices.append(str(size).encode())
         with path.open("rb") as file:

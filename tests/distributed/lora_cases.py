@@ -39,6 +39,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"lora_targets": ["o_proj", "shared_experts.down_proj"]},
         {"target_modules": ["o_proj"], "target_parameters": ["shared_experts.down_proj.weight"]},
     ),
+    "whole": (
+        "qwen3",
+        {"lora_rslora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": [*ATTENTION, *MLP], "use_rslora": True, "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "whole, tied": (
+        "qwen2",
+        {"lora_targets": ["q_proj"], "lora_modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
     "transposed": ("gpt2", {}, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
 }
 
@@ -61,7 +71,7 @@ def plain_peft(path: Path, case: str) -> peft.PeftModel:
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(chosen(name, parameter.shape))
+                parameter.copy_(chosen(f"base_model.model.{our_name(adapted, name)}", parameter.shape))
     return adapted
 
 
@@ -71,6 +81,12 @@ def fill(backend: FSDPBackend) -> None:
     with torch.no_grad():
         for name, parameter in trained(backend.model).items():
             local_shard(parameter).copy_(own_part(chosen(f"base_model.model.{name}", parameter.shape), parameter))
+
+
+def our_name(model: nn.Module, name: str) -> str:
+    """The name of a parameter of peft here, where tied weights that are trained are one parameter."""
+    name = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+    return name.replace("lm_head", "model.embed_tokens") if model.config.tie_word_embeddings else name
 
 
 def chosen(name: str, shape: torch.Size) -> Tensor:
@@ -98,9 +114,11 @@ def plain_gradients(model: peft.PeftModel, items: Sequence[Sample]) -> tuple[lis
         values = logprobs.gather(1, labels[:, None])[:, 0][mask]
         (values * labels[mask].sin()).sum().backward()
         found.append(values.detach())
-    return found, {
-        name.removeprefix("base_model.model."): p.grad for name, p in model.named_parameters() if p.grad is not None
-    }
+    gradients: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            gradients[our_name(model, name)] = gradients.get(our_name(model, name), 0) + p.grad
+    return found, gradients
 
 
 def logits(model: nn.Module) -> Tensor:

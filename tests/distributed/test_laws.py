@@ -57,13 +57,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family and changes
 }
 KL = {"kl_loss_coef": 0.1}
 ROUTED = {"router_replay": "rollout"}
-ADAPTER = {"lora_rank": 4}
+ADAPTER = {"lora_rank": 4, "lora_rslora": True, "lora_modules_to_save": ["lm_head"]}
 SPLIT = {"tensor_parallel_size": 2}
 DEALT = {"context_parallel_size": 2}
 EXPERTS = {"expert_parallel_size": 2}
 LAYERS = {"gradient_checkpointing": True, "offload_activations": True}
 OPTIMIZER = {"offload_optimizer": True}
 SHARED = {"prefix_sharing": True}
+IN_PART = {"freeze": ["embed"], "lr_scale": {"q_proj": 2.0}}
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ CASES = {
         Case("tied", SPLIT, loss="cispo"),
         Case("few heads", DEALT, loss="sapo"),
         Case("dense", SHARED | {"gradient_checkpointing": True}, ADAPTER, is_exact=False),
-        Case("dense", {}, {"optimizer": "muon", "lr_decay_style": "cosine"}),
+        Case("dense", {}, {"optimizer": "muon", "lr_decay_style": "cosine"} | IN_PART),
         Case("dense", {}, {"optimizer": "tests.distributed.test_optimizers:nadam"}, is_exact=False),
         Case("dense", is_exact=False),
         Case("dense", LAYERS | OPTIMIZER, is_exact=False),

@@ -11,7 +11,6 @@ import peft
 import pytest
 import torch
 from peft.utils import get_peft_model_state_dict
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fsdptrain.algo.losses import LOSSES
@@ -23,13 +22,17 @@ from fsdptrain.fsdp.optimizer_state import state_tensors
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
+from tests.tensors import load_files, same
 from tests.testing import save_hub, spawn
 
 from .lora_cases import CASES, backend_of, fill, logits, objective, plain, plain_gradients, plain_peft, trained
 from .sharded import full_state
 from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
+pytestmark = [  # peft asks for one, and advises against what its export needs
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning"),
+]
 
 ROUNDED = 4 * torch.finfo(torch.float32).eps  # gradients of adapters are float32
 OF_ROUNDING = 4.0  # times the error of a merge by peft in float32
@@ -63,6 +66,7 @@ def compute(hub: Path, target: Path):
                 s.values[p.loss_mask] for p, s in zip(packs, backend.compute_logprobs(packs, "policy"), strict=True)
             ]
         backend.export(target / case)
+        assert same(dict(backend.hf_weights()), load_files(target / case))
         with Exact():
             backend.train_step(packs, objective, LossConfig())
         found[case] = (scores, gradients)
@@ -110,7 +114,7 @@ def largest_difference(found: dict, wanted: dict) -> float:
 
 
 def whole_backend(path: Path, **values) -> FSDPBackend:
-    """One that trains all weights."""
+    """One that trains all weights, unless `values` name an adapter."""
     return FSDPBackend(config(str(path), rollout_temperature=1.0, **values), total_steps=10)
 
 
@@ -139,19 +143,35 @@ def reference(hub: Path, case: str, other: str | None, values: dict):
     after = score(backend, "reference", packs)
     moved = {name for name, value in full_state(backend.model).items() if not torch.equal(weights[name], value)}
     assert moved == set(trained(backend.model)), moved ^ set(trained(backend.model))
-    assert (backend._reference is None) == (other is None)
+    assert (backend._reference is None) == (other is None and "whole" not in case)
     expected = score(whole_backend(hub / (other or CASES[case][0]), **values), "policy", packs)
     return before, after, expected
+
+
+def continued(hub: Path):
+    """A run that begins with the adapter of another one and takes the same steps; that policy is its reference."""
+    packs = packs_of_this_rank(samples(), 128)
+    one = backend_of(str(hub), "whole, tied")
+    fill(one)
+    one.export(hub / "adapter")
+    other = whole_backend(hub / "qwen2", lora_init=str(hub / "adapter"), kl_loss_coef=0.1)
+    expected, before = score(one, "policy", packs), score(other, "reference", packs)
+    for backend in (one, other) * 2:
+        backend.train_step(packs, objective, LossConfig())
+    assert same(full_state(one.model), full_state(other.model))
+    return before, score(other, "reference", packs), expected
 
 
 def references(hub: Path):
     return [
         reference(hub, "experts", None, {"bf16": True, "fsdp_reshard_after_forward": False}),
+        continued(hub),
+        reference(hub, "whole, tied", None, {"bf16": True}),
         reference(hub, "dense", "other", {"bf16": False, "fsdp_cpu_offload": True, "gradient_checkpointing": True}),
     ]
 
 
-def test_the_reference_is_bitwise_the_model_without_its_adapter_and_only_that_is_trained(hub: Path):
+def test_the_reference_is_bitwise_the_policy_at_the_start_and_only_the_adapter_is_trained(hub: Path):
     for found in spawn(2, references, hub):
         for before, after, expected in found:
             assert torch.equal(before, expected)
@@ -159,8 +179,8 @@ def test_the_reference_is_bitwise_the_model_without_its_adapter_and_only_that_is
 
 
 def checkpoint_and_refusals(hub: Path, directory: Path):
-    """dtypes of (frozen weights, adapters, Adam's moments); why others refuse a checkpoint of this adapter."""
-    backend = backend_of(str(hub), "dense", bf16=True)
+    """dtypes of (frozen weights, adapters, Adam's moments); why others refuse a checkpoint; names of the trained."""
+    backend = backend_of(str(hub), "whole, tied", bf16=True)
     fill(backend)
     backend.train_step(packs_of_this_rank(samples(), 128), objective, LossConfig())
     adapters = trained(backend.model)
@@ -170,25 +190,21 @@ def checkpoint_and_refusals(hub: Path, directory: Path):
     checkpoints = CheckpointFolder(directory, keep_last=1)
     checkpoints.write(2, lambda folder: backend.save(folder, 2))
     refusals = []
-    for other in (backend_of(str(hub), "dense", lora_alpha=7, bf16=True), whole_backend(hub / "qwen3", bf16=True)):
+    lora = backend_of(str(hub), "whole, tied", lora_alpha=7, bf16=True)
+    for other in (lora, whole_backend(hub / "qwen2", bf16=True)):
         with pytest.raises(CheckpointError) as caught:
             other.load(newest_checkpoint(checkpoints.directory.parent))
         refusals.append(str(caught.value))
-    return [{t.dtype for t in group} for group in (others, adapters.values(), moments)], refusals
+    return [{t.dtype for t in group} for group in (others, adapters.values(), moments)], refusals, {*adapters}
 
 
 def test_a_checkpoint_holds_the_adapter_only_in_float32_and_is_refused_for_another_kind(hub: Path, tmp_path: Path):
-    [(dtypes, (alpha, full_training))] = spawn(1, checkpoint_and_refusals, hub, tmp_path)
+    [(dtypes, (alpha, full_training), adapters)] = spawn(1, checkpoint_and_refusals, hub, tmp_path)
     assert dtypes == [{torch.bfloat16}, {torch.float32}, {torch.float32}]
     [folder] = (tmp_path / "checkpoints").iterdir()
-    names = set()
-    for path in (folder / "shards").iterdir():
-        with safe_open(path, framework="pt") as file:
-            names |= set(file.keys())
-    adapters = {name for name in names if name.startswith("model.")}
-    assert names == adapters | {f"optimizer.{n.removeprefix('model.')}.{key}" for n in adapters for key in STATE}
-    assert all(".lora_A." in name or ".lora_B." in name for name in adapters)
-    assert len(adapters) == 2 * 2 * 7
+    names = load_files(folder / "shards").keys()
+    assert names == {f"model.{n}" for n in adapters} | {f"optimizer.{n}.{key}" for n in adapters for key in STATE}
+    assert adapters == {"model.embed_tokens.weight"} | {name for name in adapters if ".lora_" in name}
     for line in (alpha, full_training):
         assert "of another model" in line
         assert "\n" not in line

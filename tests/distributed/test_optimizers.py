@@ -21,6 +21,7 @@ from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.muon import _gathered_axis
 from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.optimizer_state import state_tensors
 from fsdptrain.fsdp.optimizers import find_optimizer
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.fill import own_part
@@ -28,14 +29,17 @@ from fsdptrain.model.structure import repeated_layers
 from fsdptrain.trainer.export import export_checkpoint
 from fsdptrain.types import LossConfig
 from tests import zoo
+from tests.exact import Exact, backends_in_float64
 from tests.matrix import only
 from tests.tensors import load_files, same
-from tests.testing import save_tiny_checkpoint, spawn, tiny_qwen3
+from tests.testing import save_hub, save_tiny_checkpoint, spawn, tiny_qwen3
 
+from .lora_cases import objective, plain, plain_gradients
 from .sharded import SHARDING, full_state
 from .test_fsdp_backend import config, packs_of_this_rank, samples
 
 LR, DECAY, CLIP = 1e-2, 0.1, 2.0
+FROZEN, SCALES = ["lm_head", r"layers\.0\."], {"q_proj": 3.0, "norm": 0.1}
 
 
 def nadam(groups: list[dict[str, Any]], options: OptimConfig) -> torch.optim.Optimizer:
@@ -127,6 +131,42 @@ def test_steps_on_shards_are_those_of_torch_on_the_whole_model(case: str) -> Non
         assert difference < 1e-12
         # torch computes with mm and this package with bmm, in bfloat16: of updates of size 0.2 lr, some roundings
         assert of_experts < 2 * LR * 0.2 * 10 / 2**8
+
+
+def train_in_part(checkpoint: str) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Weights after two steps at falling learning rates, and the names of the parameters with a state."""
+    backends_in_float64()
+    values = {"freeze": FROZEN, "lr_scale": SCALES, "lr_decay_style": "linear", "lr_decay_iters": 4, "adam_eps": 0.01}
+    backend = FSDPBackend(config(checkpoint, weight_decay=DECAY, rollout_temperature=1.0, **values), total_steps=10)
+    with Exact():
+        for seed in range(2):
+            backend.train_step(packs_of_this_rank(samples(seed=seed), 96), objective, LossConfig())
+    return full_state(backend.model), {name.rpartition(".")[0] for name in state_tensors(backend._optimizer)}
+
+
+def test_frozen_parameters_and_learning_rates_by_name_are_those_of_torch(tmp_path: Path) -> None:
+    """The frozen head is tied to the embedding. Clipping shows that the norm is of the trained parameters."""
+    save_hub(zoo.build("qwen2"), tmp_path / "model")
+    model = plain(tmp_path / "model")
+    trained = {name: p for name, p in model.named_parameters() if "embed" not in name and "layers.0." not in name}
+    factors = [next((factor for part, factor in SCALES.items() if part in name), 1.0) for name in trained]
+    groups = [
+        {"params": [p], "weight_decay": DECAY * (p.ndim > 1), "lr": LR * factor}
+        for p, factor in zip(trained.values(), factors, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=0.01)
+    for seed in range(2):
+        with Exact():
+            plain_gradients(model, samples(seed=seed))
+            nn.utils.clip_grad_norm_(trained.values(), 0.5)
+            optimizer.step()
+        model.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.75  # the schedule
+    for weights, with_state in spawn(2, train_in_part, str(tmp_path / "model")):
+        assert with_state == trained.keys()
+        for name, p in model.named_parameters():
+            assert (weights[name] - p).abs().max() <= 1e-11 * (name in trained)
 
 
 def refusal_of_two_axes() -> str:

@@ -35,7 +35,7 @@ def in_bfloat16(root: Path) -> dict[str, dict[str, object]]:
         model = build_meta_model(root / name, trust_remote_code=False, attn_implementation="eager").eval()
         store_in(model, torch.float32)
         shard_model(model, build_mesh(1), compute_dtype=torch.bfloat16, **SHARDING)
-        load_weights(model, root / name, cpu_offload=False, dtype=torch.float32)
+        load_weights(model, root / name)
         stock = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.bfloat16, attn_implementation="eager")
         logits = model(input_ids=row, use_cache=False).logits
         logits.float().sum().backward()

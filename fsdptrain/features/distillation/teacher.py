@@ -65,7 +65,7 @@ class ModelTeacher:
     def __init__(self, config: Config, path: Path, meshes: Meshes, outputs: TeacherOutputs | None) -> None:
         """Load the teacher and choose its layout. Raises CheckpointError or NumericsError. Collective."""
         values: dict[str, Any] = {"fsdp_cpu_offload": True, "fsdp_reshard_after_forward": True}
-        config = config.with_values(hf_checkpoint=str(path), **values)
+        config = config.with_values(hf_checkpoint=str(path), freeze=[], lr_scale={}, **values)
         dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         features = Features([outputs] if outputs is not None else [])
         with named_in_errors("--opd-teacher"):

@@ -13,20 +13,22 @@ do not translate names; they temporarily remove peft's layers from the model.
 import copy
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.lora.targets import find_targets, shortest_names
+from fsdptrain.features.lora.folder import WEIGHTS_FILE
+from fsdptrain.features.lora.targets import find_targets, find_whole, shortest_names
 from fsdptrain.features.sections import LoraConfig
 from fsdptrain.fsdp.stream import full_tensor
 from fsdptrain.model.loading.fill import filled_like, own_part
@@ -52,12 +54,13 @@ class _Slot:
 class Adapters:
     """The adapters of one model. Only their weights are trained."""
 
-    def __init__(self, model: PreTrainedModel, peft_config: "peft.LoraConfig") -> None:
-        """`model` already has peft's layers, created from `peft_config`."""
+    def __init__(self, model: PreTrainedModel, peft_config: "peft.LoraConfig", whole: Set[str] = frozenset()) -> None:
+        """`model` already has peft's layers, created from `peft_config`. whole: trained weights of the stock model."""
         from peft.tuners.lora import LoraLayer
 
         self._model = model
         self.peft_config = peft_config
+        self.whole = whole
         self._slots = [
             _Slot(f"{name}.{child}".lstrip("."), parent, child, cast(nn.Module, layer), layer.get_base_layer())
             for name, parent in model.named_modules()
@@ -83,8 +86,8 @@ class Adapters:
     @property
     def kind(self) -> str:
         """Description of the adapter kind, for what its shapes do not show."""
-        config = self.peft_config
-        return f"LoRA of rank {config.r}, alpha {config.lora_alpha}"
+        config, kind = self.peft_config, "rsLoRA" if self.peft_config.use_rslora else "LoRA"
+        return ", ".join([f"{kind} of rank {config.r}, alpha {config.lora_alpha}", *sorted(self.whole)])
 
     @property
     def line(self) -> str:
@@ -97,9 +100,10 @@ class Adapters:
         )
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters by their names in a peft file, sharded like the model."""
-        trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        return {f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}": p for name, p in trained}
+        """Return the trained parameters by their names in a peft file, sharded like the model; tied ones by each."""
+        named = dict(self._model.named_parameters()) | {name: self._model.get_parameter(name) for name in self.whole}
+        trained = {name.replace(f".{NAME}.weight", ".weight"): p for name, p in named.items() if p.requires_grad}
+        return {f"base_model.model.{name}": p for name, p in trained.items()}
 
     def write_config(self, folder: Path, *, base: str) -> None:
         """Write adapter_config.json with `base` as the base model name."""
@@ -107,6 +111,7 @@ class Adapters:
         config.base_model_name_or_path, config.inference_mode = base, True
         config.target_modules = sorted(config.target_modules or [])
         config.target_parameters = sorted(config.target_parameters or []) or None
+        config.modules_to_save = sorted({name.rpartition(".")[0] for name in self.whole}) or None
         config.save_pretrained(str(folder))
 
     @torch.no_grad()
@@ -118,6 +123,8 @@ class Adapters:
         """
         with self.detached():
             self._model.requires_grad_(False)  # the loader creates new parameters
+        for name in self.whole:
+            self._model.get_parameter(name).requires_grad_(True)
         device = torch.device("cpu") if cpu_offload else platform.local_device()
         for weight, layer in self.layers.items():
             a, b = _factors(layer)
@@ -126,6 +133,28 @@ class Adapters:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             _fill(a, torch.empty(a.weight.shape).uniform_(-bound, bound, generator=generator), device)
             _fill(b, torch.zeros(b.weight.shape), device)
+
+    def check_start(self, folder: Path) -> None:
+        """Raise ConfigError unless the adapter in `folder` has the names and shapes of this one."""
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
+        ours = {name: tuple(p.shape) for name, p in self.parameters().items()}
+        for name, _ in sorted(theirs.items() ^ ours.items()):
+            raise ConfigError(
+                f"--lora-init {folder} has {name} {theirs.get(name, 'not')}, --lora-targets and --lora-modules-to-save "
+                f"{ours.get(name, 'not')}: leave them out, and train the model of that adapter"
+            )
+
+    @torch.no_grad()
+    def load_start(self, folder: Path) -> None:
+        """Load the adapter of `folder`, which `check_start` has accepted. Raises ConfigError for untied weights."""
+        loaded: dict[nn.Parameter, Tensor] = {}
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            for name, p in self.parameters().items():
+                whole = file.get_tensor(name).to(platform.local_device(), p.dtype)
+                if not torch.equal(loaded.setdefault(p, whole), whole):
+                    raise ConfigError(f"--lora-init {folder}: {name} differs from the weight that it is tied to")
+                local_part(p.detach()).copy_(own_part(whole, p))
 
     def _adapted(self) -> Iterator[tuple[str, nn.Module]]:
         from peft.tuners.lora.layer import ParamWrapper
@@ -147,6 +176,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
     import peft
 
     targets = find_targets(model, lora.targets)
+    whole = find_whole(model, lora.modules_to_save, targets.weights)
     modules = [name for name, _ in model.named_modules()]
     weights = [name for name, _ in model.named_parameters()]
     conv1d = [isinstance(model.get_submodule(name), Conv1D) for name in targets.modules]
@@ -154,13 +184,16 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
         task_type=peft.TaskType.CAUSAL_LM,
         r=lora.rank,
         lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
         target_modules=shortest_names(targets.modules, modules),
         target_parameters=shortest_names(targets.parameters, weights, parts=2) or None,
         fan_in_fan_out=any(conv1d),  # GPT-2 stores its weights transposed
     )
     with torch.device("meta"):
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
-    adapters = Adapters(model, config)
+    for name in whole:
+        model.get_parameter(name).requires_grad_(True)
+    adapters = Adapters(model, config, whole)
     if adapters.layers.keys() != targets.weights:
         differing = sorted(adapters.layers.keys() ^ targets.weights)
         raise ConfigError(
@@ -174,8 +207,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
 def merged(weight: Tensor, layer: Any) -> Tensor:
     """Return `weight` merged with the adapter of a peft `layer`, sharded like it, in float32. Collective.
 
-    The layer computes W x + s B A x with s = alpha / rank, so the merged weight is W + s B A. Each rank merges its own
-    part of W in float32.
+    The layer computes W x + s B A x with s = alpha / rank, or alpha / sqrt(rank). So the merged weight is W + s B A.
+    Each rank merges its own part of W in float32.
     """
     total = moved(weight, platform.local_device(), torch.float32, copy=True)
     a, b = (full_tensor(module.weight, torch.float32) for module in _factors(layer))

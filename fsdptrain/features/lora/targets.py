@@ -4,7 +4,7 @@ peft distinguishes linear layers (`target_modules`), computed as base plus adapt
 (`target_parameters`), such as fused experts, which it replaces while their module runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -65,6 +65,25 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> Targets:
     return Targets(tuple(sorted(modules)), tuple(sorted(parameters)))
 
 
+def find_whole(model: PreTrainedModel, names: Sequence[str], adapted: Set[str]) -> set[str]:
+    """Return the names of the parameters in the modules of --lora-modules-to-save; a tied one has several.
+
+    adapted: weights that --lora-targets names. Raises ConfigError for a name without parameters, or with one of these.
+    """
+    modules = [name for name, module in model.named_modules() if next(module.parameters(), None) is not None]
+    chosen: set[nn.Parameter] = set()
+    for name in names:
+        found = _ending_in(modules, name)
+        if not found:
+            near = suggest(name, sorted(set(map(_leaf, modules))))
+            raise ConfigError(f"--lora-modules-to-save {name}: {type(model).__name__} has no such module{near}")
+        chosen |= {p for module in found for p in model.get_submodule(module).parameters()}
+    whole = {name for name, p in model.named_parameters(remove_duplicate=False) if p in chosen}
+    if twice := sorted(whole & adapted):
+        raise ConfigError(f"--lora-modules-to-save and --lora-targets both name {twice[0]}: name it in one of them")
+    return whole
+
+
 def _named(linear: Iterable[str], other: Iterable[str], name: str) -> tuple[set[str], set[str]]:
     return _ending_in(linear, name), _ending_in(other, name) or _ending_in(other, f"{name}.weight")
 
@@ -105,7 +124,7 @@ def _require_adaptable(model: PreTrainedModel, weight: str, parameter: nn.Parame
     if parameter in own:
         raise ConfigError(
             f"--lora-targets names {weight}: embedding and head take no adapter, because log-probabilities are "
-            "computed from the head's weight itself: remove it"
+            "computed from the head's weight itself: remove it, or train them whole by --lora-modules-to-save"
         )
     if parameter.dim() not in (2, 3):
         raise ConfigError(f"--lora-targets names {weight}, which is not a matrix, and peft adapts matrices: remove it")

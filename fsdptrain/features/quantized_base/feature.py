@@ -48,7 +48,7 @@ class QuantizedBaseFeature(Feature):
 
         wrapped = {base for module in model.modules() if isinstance(module, ParamWrapper) for base in module.modules()}
         for name, linear in self._stock.items():
-            if linear not in wrapped:  # its adapter is added to the weight itself
+            if linear not in wrapped and not linear.weight.requires_grad:  # adapted or trained itself
                 self._layers[name] = QuantizedLinear.convert(linear)
 
     @contextmanager

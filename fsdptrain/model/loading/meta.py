@@ -11,6 +11,7 @@ the reader behind `from_pretrained`, and is limited to the versions in `TESTED_T
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +90,20 @@ def _names_vision(config: PreTrainedConfig) -> bool:
     return sees.__name__ in (config.architectures or ())
 
 
-def load_weights(
-    model: PreTrainedModel, path: Path, *, cpu_offload: bool = False, dtype: torch.dtype = torch.float32
-) -> None:
-    """Fill the meta `model`, sharded or not, from the safetensors files of `path`, then verify it.
+def load_weights(model: PreTrainedModel, path: Path, *, cpu_offload: bool = False) -> None:
+    """Fill the meta `model`, sharded or not, in its dtypes from the safetensors files of `path`, then verify it.
 
     Each rank reads its own slices. If the conversion of the checkpoint needs whole tensors, or the version of
     transformers is not tested, rank 0 reads everything into host memory and broadcasts one tensor at a time.
 
     Args:
         cpu_offload: as given to `shard_model`: parameters are on the host, buffers on the device.
-        dtype: dtype of the parameters on meta, in which they are stored.
 
     Raises:
         CheckpointError: on all ranks, with one message: a file is missing or corrupt, weights are missing, unexpected,
             of another shape, or not tied as the config requires.
     """
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
     if not _read_shards(model, path, cpu_offload=cpu_offload):
         from fsdptrain.model.loading.rank0 import broadcast_from_rank0
 
@@ -113,7 +112,7 @@ def load_weights(
     for name, buffer in list(model.named_buffers()):
         register(model, [name], buffer.to(platform.local_device()))
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"):
-        if problems := problems_of(model, dtype):
+        if problems := problems_of(model, dtypes):
             raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
     require_same_parameters(model, path)
 
@@ -136,13 +135,13 @@ def _refuse_remote_code(path: Path) -> None:
         )
 
 
-def problems_of(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """List parameters and buffers on meta, parameters that are not in `dtype`, and ties that differ from the config."""
+def problems_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """List parameters and buffers on meta, those not in `dtypes`, and ties that differ from the config."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
-    other_dtype = [name for name, parameter in model.named_parameters() if parameter.dtype != dtype]
+    other_dtype = [name for name, p in model.named_parameters() if p.dtype != dtypes.get(name, p.dtype)]
     problems = [f"{some_of(on_meta)} not loaded"] if on_meta else []
-    problems += [f"{some_of(other_dtype)} not {str(dtype).removeprefix('torch.')}"] if other_dtype else []
+    problems += [f"{some_of(other_dtype)} not in the dtype to store it in"] if other_dtype else []
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(target) is not model.get_parameter(source):
             problems.append(f"the config ties {target} to {source}, but the files hold two different tensors")

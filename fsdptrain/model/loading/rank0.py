@@ -53,7 +53,7 @@ def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     )
     refuse_misfits(path, info["mismatched_keys"])
     refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))
-    if problems := problems_of(source, torch.float32):
+    if problems := problems_of(source, {name: torch.float32 for name, _ in source.named_parameters()}):
         raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
     assert {n: p.shape for n, p in source.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
     assert [n for n, _ in source.named_buffers()] == [n for n, _ in model.named_buffers()]

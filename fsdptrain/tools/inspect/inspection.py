@@ -105,7 +105,7 @@ def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:
     Raises ConfigError for invalid --lora-targets.
     """
     path = resolve_config(config.model.hf_checkpoint)
-    model = meta_policy(config, path, NO_FEATURES)
+    model = meta_policy(config.with_values(lr_scale={}), path, NO_FEATURES)  # which may name parameters of an adapter
     context, lora = config.section(ContextParallelConfig), config.section(LoraConfig)
     if context.context_parallel_size > 1:
         check_context_parallel(model, context, tensor_size=config.ranks_along("tensor"))

@@ -106,7 +106,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
     flag = all_keys()[flat].flag
     adapter = ["--lora-rank", "8"]
     extra = {
-        "load_in_4bit": adapter,
+        **dict.fromkeys(["load_in_4bit", "lora_rslora"], adapter),
         "offload_activations": ["--gradient-checkpointing"],
         "fp16": ["--no-bf16"],
         "use_opsm": ["--global-batch-size", "64"],

@@ -135,7 +135,6 @@ COMPUTED = """
 --optimizer adam | --optimizer; 'adamw' | --optimizer adamw
 --optimizer muon --offload-optimizer | --offload-optimizer; --optimizer muon | --optimizer adamw
 --optimizer muon --tensor-parallel-size 2 | --optimizer muon; --tensor-parallel-size | --optimizer adamw
---lora-rank 8 --lora-targets q_proj q_proj | --lora-targets; twice | --lora-targets q_proj
 --rollout-max-response-len 8192 | --rollout-max-response-len 8192; --max-tokens-per-gpu 8192 | --max-tokens-per-gpu 9000
 --rollout-max-prompt-len 7000 | --rollout-max-prompt-len 7000; --overlong-samples drop | --overlong-samples drop
 --rollout-max-batch-tokens 100 | --rollout-max-batch-tokens 100 | --rollout-max-batch-tokens 8192

@@ -14,6 +14,7 @@ from fsdptrain.fsdp.optimizer import MAX_SKIPPED, Optimizer
 from fsdptrain.fsdp.optimizer_state import create_state, load_state_dict, state_dict, state_tensors
 from fsdptrain.fsdp.optimizers import parameter_groups
 from fsdptrain.fsdp.schedule import lr_schedule
+from fsdptrain.fsdp.trained import choose_trained
 from fsdptrain.memory.estimate import Shapes
 from tests import zoo
 from tests.testing import tiny_qwen3
@@ -179,7 +180,7 @@ def test_matrices_are_weights_of_linear_layers_routers_and_experts(family: str) 
 
 def user_optimizer(make: Any, model: Any = None) -> Optimizer:
     """The optimizer that a function of a user makes."""
-    config = OptimConfig(optimizer="mine:make", lr=1e-2)
+    config = OptimConfig(optimizer="mine:make", lr=1e-2, lr_scale={"norm": 0.5})
     return Optimizer(model or tiny_qwen3(), config, total_steps=10, fp16=False, build=make)
 
 
@@ -193,6 +194,7 @@ def without_the_last(groups: Any, options: OptimConfig) -> torch.optim.Optimizer
     [
         (without_the_last, r"leaves out 1 .*model\.norm\.weight"),
         (lambda groups, options: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), "leaves out"),
+        (lambda groups, options: torch.optim.SGD([p for g in groups for _, p in g["params"]]), "drops `lr_scale`"),
         (lambda groups, options: None, "returns NoneType"),
         (lambda groups, options: 1 / 0, "ZeroDivisionError"),
     ],
@@ -225,3 +227,19 @@ def test_a_checkpoint_whose_state_has_another_form_is_refused() -> None:
     saved["tensors"].remove("model.norm.weight.exp_avg")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight\.exp_avg.*number of ranks"):
         create_state(Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=False), saved)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"freeze": ["self_atn.q_proj"]}, "--freeze 'self_atn.q_proj' matches no .*names are self_attn.q_proj,"),
+        ({"freeze": ["("]}, r"--freeze '\(' is not a regular expression: "),
+        ({"freeze": ["norm", "w|b"]}, r"--freeze norm w\|b leaves no parameter to train"),
+        ({"lr_scale": {"q_proj": 2.0, "attn": 0.5}}, "--lr-scale q_proj and attn both match model.layers.0"),
+        ({"lr_scale": {"head": 0.0}}, "--lr-scale head=0 must be above 0: --freeze"),
+        ({"freeze": ["lm_head"], "lr_scale": {"embed": 0.5}}, "--lr-scale 'embed' matches no trained parameter"),
+    ],
+)
+def test_names_that_choose_no_parameters_or_two_factors_are_refused_in_one_line(values, named):
+    with pytest.raises(ConfigError, match=f"^{named}[^\n]*$"):
+        choose_trained(zoo.meta("qwen2"), OptimConfig(**values))
