@@ -78,11 +78,11 @@ class ServerConfig(Section):
     ON_RESUME = NEUTRAL
     RULES = (_SERVERS,)
 
-    weight_transfer: Literal["file", "gloo"] = "file"
-    """How weights reach servers. `file`: in a folder that they can read. `gloo`: over the network."""
+    weight_transfer: Literal["file", "nccl"] = "file"
+    """How weights reach servers. `file`: in a file that they can read. `nccl`: from GPU to GPU; the trainer imports vLLM."""
     weight_sync_dir: str | None = None
-    """Folder for the newest weights. Default: in shared memory if there is room, and with `file` only if all servers
-    are on this machine; else in --output-dir, which the servers must be able to read with `file`."""
+    """Folder for the newest weights. Default: in shared memory if there is room, and all servers are on this
+    machine; else in --output-dir, which the servers must be able to read."""
     weight_sync_timeout: float = Field(default=300.0, gt=0.0)
     """Deadline of every wait for a server: to take new weights, or to answer a health check while it generates. [s]"""
 

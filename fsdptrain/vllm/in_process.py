@@ -109,10 +109,12 @@ class VLLMEngine:
         """Load the tensors of a checkpoint, by the names of its files, layer by layer; reset the prefix cache."""
         self._has_weights = False  # also after half an update
         weights = iter(weights)
-        from fsdptrain.vllm.worker.reload import reload_weights  # needs vLLM
+        from fsdptrain.vllm.worker.reload import Reload  # needs vLLM
 
         def reload(worker: Any) -> None:  # in vLLM's worker, which is this process
-            reload_weights(worker.get_model(), worker.vllm_config, weights)
+            update = Reload(worker.get_model(), worker.vllm_config)
+            update.load_weights(weights)
+            update.finish()
 
         with self._limit.around(_SYNC), raise_on_all_ranks(RolloutError, "--rollout-engine vllm"):
             try:

@@ -20,7 +20,7 @@ from fsdptrain.platform import has_accelerator
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
 from fsdptrain.types import LossConfig, PackedBatch
-from fsdptrain.vllm.server.weight_files import WeightFolder
+from fsdptrain.vllm.weight_file import WeightFile
 from tests import zoo
 from tests.testing import save_hub, save_tiny_checkpoint, spawn
 
@@ -124,12 +124,11 @@ def test_a_step_reads_the_device_once_for_its_final_metrics(checkpoint: str) -> 
     assert calls == {name: {"tolist": 1} for name in OPTIONS}
 
 
-def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[str], int, int, int]:
-    """Of a sync to the embedded engine with both sides' checksums, and of one to files; the number of the files; bytes
-    gathered, and of the model."""
+def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[str], int, int]:
+    """Of a sync to the embedded engine with checksums of both sides, and of one to a file; bytes gathered, and of all."""
     backend = FSDPBackend(config(checkpoint), total_steps=10)
     engine = HFEngine(Path(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
-    files = WeightFolder(Path(folder) / str(dist.get_rank()), max_file_bytes=100_000)
+    file = WeightFile(Path(folder) / str(dist.get_rank()))
     sent: dict[str, StartedChecksum] = {}
 
     def recorded() -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,22 +142,22 @@ def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[
         weights = engine.model.state_dict()
         held = finish_checksums({name: start_checksum(weights[name]) for name in found})
     assert held == found
-    with Reads() as to_files, Collectives() as gathers_to_files:
-        num_files = len(files.write(backend.hf_weights("hub")))
+    with Reads() as to_file, Collectives() as gathers_to_file:
+        file.write(backend.hf_weights("hub"))
     nbytes = sum(parameter.nbytes for parameter in backend.model.parameters())
     gathered = sum(gathers.bytes.values())
-    assert gathers_to_files.bytes == gathers.bytes
-    return with_checksums.calls, to_files.calls, num_files, gathered, nbytes
+    assert gathers_to_file.bytes == gathers.bytes
+    return with_checksums.calls, to_file.calls, gathered, nbytes
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_a_verified_weight_sync_waits_twice_however_many_tensors_there_are(architecture: str, tmp_path: Path) -> None:
-    """Once for the checksums of each side; for servers once per file. Every weight is gathered once."""
+    """Once for the checksums of each side; for servers once per buffer of the file. Every weight is gathered once."""
     for num_layers in (2, 5):
         folder = save_hub(zoo.build(architecture, num_hidden_layers=num_layers), tmp_path / str(num_layers))
-        for with_checksums, to_files, num_files, gathered, nbytes in spawn(2, reads_of_syncs, str(folder), str(folder)):
+        for with_checksums, to_file, gathered, nbytes in spawn(2, reads_of_syncs, str(folder), str(folder)):
             assert with_checksums == {"tolist": 2}
-            assert to_files == {"numpy": num_files}
+            assert to_file == {"numpy": 1}
             assert gathered == nbytes
 
 

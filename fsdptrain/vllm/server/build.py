@@ -1,11 +1,9 @@
 """Build the server engine from the configuration: find or start the servers, and tell every rank about them."""
 
-import asyncio
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Awaitable, Iterable
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -25,11 +23,11 @@ from fsdptrain.vllm.options import engine_options, request_batch_invariance, req
 from fsdptrain.vllm.server.checks import is_local, require_fitting
 from fsdptrain.vllm.server.client import Deadline, VLLMClient, host_of
 from fsdptrain.vllm.server.engine import VLLMServerEngine
-from fsdptrain.vllm.server.event_loop import EventLoop
+from fsdptrain.vllm.server.event_loop import EventLoop, all_of
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN, ServerProcess, command_line
-from fsdptrain.vllm.server.weight_files import SHARED_MEMORY, WeightFolder, folder_name
+from fsdptrain.vllm.server.transfer import FileTransfer, NcclTransfer
+from fsdptrain.vllm.weight_file import SHARED_MEMORY, WeightFile, folder_name
 
-_FILE_BYTES = 512 * 2**20  # of weights in one file
 _START_SHARE = 0.8  # of --dist-timeout, after which the other ranks wait no longer
 API_KEY = "ROLLOUT_API_KEY"  # environment variable, for servers that run already
 _RESERVED = frozenset(
@@ -42,40 +40,43 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 
 def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMServerEngine:
     """Collective. Rank 0 checks the servers, or starts them and waits until they are up."""
-    loop, is_first = EventLoop(), dist.get_rank() == 0
-    urls: list[str] = config.section(VllmConfig).urls
-    key, folder, processes = os.environ.get(API_KEY, "").strip() or None, None, list[ServerProcess]()
+    loop, options = EventLoop(), config.section(ServerConfig)
+    key, file, servers = os.environ.get(API_KEY, "").strip() or None, None, list[VLLMClient]()
     with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"), ExitStack() as after_error:
-        if is_first:
-            folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=_FILE_BYTES)
-            after_error.callback(folder.delete)
-            if urls:
-                loop.run(_all(require_fitting(VLLMClient(url, key), config) for url in urls))
+        if options.weight_transfer == "nccl" and device.type != "cuda":
+            raise ConfigError("--weight-transfer nccl sends from GPU to GPU, and this run computes on a CPU: use file")
+        if dist.get_rank() == 0:
+            file = WeightFile(weight_path(config, checkpoint))
+            after_error.callback(file.delete)
+            if urls := config.section(VllmConfig).urls:
+                servers = [VLLMClient(url, key) for url in urls]
+                loop.run(all_of(require_fitting(server, config) for server in servers))
             else:
                 key = secrets.token_hex(16)
-                processes = _start(config, checkpoint, folder.path, key, device)
+                processes = _start(config, checkpoint, file.folder, key, device)
                 for process in processes:
                     after_error.callback(process.close)
+                servers = [VLLMClient(process.url, key, log=process.log) for process in processes]
                 deadline = Deadline(_START_SHARE * config.launch.dist_timeout)
-                loop.run(_all(process.wait_until_up(VLLMClient(process.url, key), deadline) for process in processes))
-            after_error.pop_all()
-    servers = [(process.url, process.log) for process in processes] or [(url, None) for url in urls]
-    servers, key, run_id = gather((servers, key, secrets.token_hex(4)))[0]
+                pairs = zip(processes, servers, strict=True)
+                loop.run(all_of(process.wait_until_up(server, deadline) for process, server in pairs))
+            begin, timeout = ("fsdptrain_begin", options.weight_transfer), options.weight_sync_timeout
+            loop.run(all_of(server.call_workers(*begin, timeout=timeout) for server in servers))
+        over_nccl = options.weight_transfer == "nccl"
+        transfer = NcclTransfer(servers, loop, options.weight_sync_timeout) if over_nccl else FileTransfer(file)
+        cleanup = after_error.pop_all()
+    found, key, run_id = gather(([(server.url, server.log) for server in servers], key, secrets.token_hex(4)))[0]
     trust = config.model.trust_remote_code
     model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
     return VLLMServerEngine(
         config,
-        [VLLMClient(url, key, log=log) for url, log in servers],
+        [VLLMClient(url, key, log=log) for url, log in found],
         run_id,
         loop=loop,
+        transfer=transfer,
         stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust, data=config.data),
-        processes=processes,
-        folder=folder,
+        cleanup=cleanup,
     )
-
-
-async def _all(works: Iterable[Awaitable[None]]) -> None:
-    await asyncio.gather(*works)
 
 
 def _start(config: Config, checkpoint: Path, weights: Path, key: str, device: torch.device) -> list[ServerProcess]:

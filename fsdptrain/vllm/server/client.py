@@ -55,7 +55,7 @@ class VLLMClient:
     def __init__(self, url: str, api_key: str | None = None, *, log: Path | None = None) -> None:
         self.url = url.rstrip("/")
         self.host = host_of(self.url)
-        self._log = log
+        self.log = log
         self._http = httpx.AsyncClient(
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` has a deadline for the rest
@@ -89,9 +89,16 @@ class VLLMClient:
         """The number of the engine's workers."""
         return await self._field("GET", "/get_world_size", "world_size", timeout=timeout)
 
-    async def reset_prefix_cache(self, *, timeout: float) -> None:
-        if not await self._field("POST", "/reset_prefix_cache", "success", timeout=timeout):
+    async def require_updated(self, tag: str, deadline: Deadline) -> None:
+        """After an update: RolloutError if a worker could not load the weights. Resets the prefix cache."""
+        errors = {error for error in await self.call_workers("fsdptrain_error", timeout=deadline.left) if error}
+        if errors:
+            raise RolloutError(f"{self.url} could not load the weights: {'; '.join(sorted(errors))}")
+        if not await self._field("POST", "/reset_prefix_cache", "success", timeout=deadline.left):
             raise RolloutError(f"{self.url} did not reset its prefix cache, which belongs to the old weights")
+        version = await self.version(timeout=deadline.left)
+        if version != tag:
+            raise RolloutError(f"{self.url} holds version {version!r} after the update to {tag!r}")
 
     async def engine_config(self, *, timeout: float) -> dict[str, Any]:
         return await self._field("GET", "/server_info?config_format=json", "vllm_config", timeout=timeout)
@@ -119,7 +126,7 @@ class VLLMClient:
         except TimeoutError:
             raise RolloutError(f"{self.url} did not answer {what} in {timeout:.0f} s{hint}") from None
         except httpx.HTTPError as error:
-            said = "" if self._log is None else f" ({self._log}: {last_words(self._log)})"
+            said = "" if self.log is None else f" ({self.log}: {last_words(self.log)})"
             why = f"{type(error).__name__}: {error}{said}"
             raise RolloutError(f"{self.url} broke off {what}: {why}") from None
         text = response.content.decode(errors="replace")

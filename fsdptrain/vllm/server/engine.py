@@ -1,7 +1,7 @@
 """The rollout engine of vLLM servers, over HTTP: docs/vllm_servers.md.
 
 Rank 0 pushes new weights to all servers; every rank generates the completions of its own prompts. A server that fails
-or does not answer ends the run. No rank waits for a server while another rank waits for it in a collective.
+or does not answer ends the run.
 """
 
 import asyncio
@@ -9,10 +9,9 @@ import resource
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,9 +25,7 @@ from fsdptrain.vllm.config import ServerConfig, VllmConfig
 from fsdptrain.vllm.options import routes_of, sampling_options
 from fsdptrain.vllm.server.client import Deadline, Generation, VLLMClient
 from fsdptrain.vllm.server.event_loop import EventLoop
-from fsdptrain.vllm.server.process import ServerProcess
-from fsdptrain.vllm.server.push import push
-from fsdptrain.vllm.server.weight_files import WeightFolder
+from fsdptrain.vllm.server.transfer import Transfer, Update
 
 _FLAG = "--rollout-engine vllm-server"
 _MAX_IN_FLIGHT = 512  # requests of one rank to one server
@@ -49,25 +46,23 @@ class VLLMServerEngine:
         run_id: str,
         *,
         loop: EventLoop,
+        transfer: Transfer,
         stop_token_ids: Sequence[int],
-        processes: Sequence[ServerProcess],
-        folder: WeightFolder | None,
+        cleanup: ExitStack,
     ) -> None:
         """
         run_id: part of each version tag, so that weights of another run are never used.
-        processes: servers that the run has started, on rank 0.
-        folder: on rank 0; None on other ranks.
+        cleanup: ends the servers that the run has started, and deletes the weights.
         """
         self.clients = clients
         self.policy_version = 0
         self.response_timeout = config.section(ServerConfig).weight_sync_timeout
         self.request_timeout = config.section(VllmConfig).timeout
-        self._transfer: Literal["file", "gloo"] = config.section(ServerConfig).weight_transfer
         self._keeps_requests = config.sync.max_staleness > 0  # running requests continue after a weight sync
         self._loop = loop
         self._stop_token_ids = tuple(stop_token_ids)
         self._run_id = run_id
-        self._processes, self._folder = processes, folder
+        self._transfer, self._cleanup = transfer, cleanup
         self._has_weights = False  # nor during a sync
         self._num_in_flight = Counter[str]()  # requests by URL; only the event loop changes it
         self._slots = asyncio.Semaphore(_max_connections(len(clients)))
@@ -75,18 +70,15 @@ class VLLMServerEngine:
         self._changed = threading.Condition()  # guards `_has_weights`, `_is_syncing` and `_is_closed`
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Push the tensors of a checkpoint, by the names of its files, to all servers. Collective.
-
-        First all ranks gather all weights and rank 0 stores them; then rank 0 pushes them.
-        """
-        files, error = self._store(weights)
-        with raise_on_all_ranks(RolloutError, "--weight-sync-dir: cannot write the weights, use another one"):
-            if error is not None:
-                raise error
+        """Push the tensors of a checkpoint, by the names of its files, to all servers. Collective."""
+        with raise_on_all_ranks(RolloutError, _FLAG):
+            updates = self._transfer.updates(weights)
         with self._syncing():
             with raise_on_all_ranks(RolloutError, _FLAG):
-                if self._folder is not None:
-                    self._loop.run(self._switch_all(files, self._tag_of(policy_version)))
+                if dist.get_rank() == 0:
+                    self._push(iter(updates), self._tag_of(policy_version))
+                else:
+                    list(updates)
             self.policy_version, self._has_weights = policy_version, True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -125,10 +117,7 @@ class VLLMServerEngine:
             self._is_closed = True
             self._changed.notify_all()
         self._loop.close()
-        for process in self._processes:
-            process.close()
-        if self._folder is not None:
-            self._folder.delete()
+        self._cleanup.close()
 
     def _tag_of(self, policy_version: int) -> str:
         return f"{self._run_id}/{policy_version}"
@@ -138,28 +127,32 @@ class VLLMServerEngine:
             raise RolloutError("the servers have no weights: call update_weights first")
         return self.policy_version
 
-    def _store(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Path], OSError | None]:
-        """Rank 0 writes the weights to files; the other ranks only take part in gathering them."""
-        if self._folder is None:
-            for _ in weights:
-                pass
-            return [], None
-        try:
-            return self._folder.write(weights), None
-        except OSError as error:
-            return [], error
+    def _push(self, updates: Iterator[Update], tag: str) -> None:
+        """Pause all servers, load all weights, reset the prefix caches, check the versions, and resume all.
 
-    async def _switch_all(self, files: Sequence[Path], tag: str) -> None:
-        """Push to all servers, then resume all."""
+        Nothing is retried. After an update that failed half way a server has layers without weights and stays paused,
+        until the next one.
+        """
         deadline = Deadline(self.response_timeout)
-        await self._for_all(
-            lambda client: push(
-                client, files, tag, deadline, transfer=self._transfer, keep_requests=self._keeps_requests
-            )
-        )
-        await self._for_all(lambda client: client.post("/resume", timeout=deadline.left))
 
-    async def _for_all(self, do: Callable[[VLLMClient], Any]) -> None:
+        def post(path: str, body: Any = None) -> Coroutine[Any, Any, None]:
+            return self._by_all(lambda client: client.post(path, body, timeout=deadline.left))
+
+        try:
+            self._loop.run(post(f"/pause?mode={'keep' if self._keeps_requests else 'abort'}"))
+            self._loop.run(post("/start_weight_update"))
+            for info, meanwhile in updates:
+                taken = self._loop.start(post("/update_weights", {"update_info": info}))
+                meanwhile()
+                taken.result()
+            self._loop.run(post("/finish_weight_update", {"weight_version": tag}))
+            self._loop.run(self._by_all(lambda client: client.require_updated(tag, deadline)))
+            self._loop.run(post("/resume"))
+        finally:
+            for _ in updates:  # iterating is collective
+                pass
+
+    async def _by_all(self, do: Callable[[VLLMClient], Awaitable[None]]) -> None:
         """Wait for all servers, also after an error, so that no transfer continues in the background."""
         results = await asyncio.gather(*map(do, self.clients), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]

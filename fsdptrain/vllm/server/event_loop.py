@@ -3,7 +3,7 @@
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from fsdptrain.errors import RolloutError
@@ -19,12 +19,16 @@ class EventLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Raises RolloutError if the loop is or gets closed."""
+    def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Raises RolloutError if the loop is closed."""
         if self._loop.is_closed():
             work.close()
             raise RolloutError("the engine is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. Raises RolloutError if the loop is or gets closed."""
+        future = self.start(work)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -41,6 +45,10 @@ class EventLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
+    return await asyncio.gather(*works)
 
 
 async def _cancel_others() -> None:

@@ -1,41 +1,67 @@
-"""Runs inside vLLM's workers: takes new weights from files, or from the trainer over a process group.
+"""Runs inside vLLM's workers: fsdptrain's part of vLLM's own protocol of weight updates, and the proof after an update.
 
 Servers load it with `--worker-extension-cls fsdptrain.vllm.worker.extension.WorkerExtension`. vLLM's environment need
 not be the trainer's: this package needs nothing that vLLM does not need.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
-from typing import Any, ParamSpec
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
+from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports] - an extra
+from vllm.distributed.weight_transfer import WeightTransferEngine  # pyright: ignore[reportMissingImports]
+from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[reportMissingImports]
+    NCCLWeightTransferEngine,
+)
 
+from fsdptrain.vllm.weight_file import read
 from fsdptrain.vllm.worker.readback import checksums
-from fsdptrain.vllm.worker.reload import reload_weights
-from fsdptrain.vllm.worker.weight_group import WeightGroup, join_store, local_address, tensors_of
+from fsdptrain.vllm.worker.reload import Reload
 
 log = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
 
+class _Reloads:
+    """Loads with `Reload`. Keeps the error of an update: after an exception, vLLM would take the other workers' answers
+    for those to its next call."""
 
-def _returning_error(method: Callable[_P, None]) -> Callable[_P, str | None]:
-    """`method` returns its error: after an exception, vLLM would take the other workers' answers for those to its next
-    call."""
+    model: Any  # vLLM resets it after the update
+    vllm_config: Any
+    error: str | None = None
 
-    @wraps(method)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> str | None:
+    def start_weight_update(self) -> None:
+        self.model = Reload(self.model, self.vllm_config)
+
+    def finish_weight_update(self) -> None:
+        self.error = None
         try:
-            method(*args, **kwargs)
+            self.model.finish()
         except Exception as error:
             log.exception("new weights cannot be loaded")
-            return f"{type(error).__name__}: {error}"
-        return None
+            self.error = f"{type(error).__name__}: {error}"
 
-    return call
+
+class FileEngine(_Reloads, WeightTransferEngine):
+    """Loads the file that the trainer wrote."""
+
+    def init_transfer_engine(self, init_info: Any) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(update_info)  # without the wait for an accelerator, which vLLM's own has
+
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
+        self.model.load_weights(read(**update_info))
+
+    def shutdown(self) -> None: ...
+
+
+class NcclEngine(_Reloads, NCCLWeightTransferEngine):
+    """Receives the weights over vLLM's NCCL group."""
+
+
+ENGINES = {"file": FileEngine, "nccl": NcclEngine}
 
 
 class WorkerExtension:
@@ -44,39 +70,18 @@ class WorkerExtension:
     get_model: Callable[[], nn.Module]  # attributes of vLLM's own worker
     vllm_config: Any
     device: torch.device
+    weight_transfer_engine: Any
+
+    def fsdptrain_begin(self, transfer: str) -> None:
+        """A run begins, whose updates use this transfer. The previous run may have been killed within an update."""
+        config = WeightTransferConfig(backend=transfer)
+        self.weight_transfer_engine = ENGINES[transfer](config, self.vllm_config, self.device, self.get_model())
+        self._weight_update_active = False
+
+    def fsdptrain_error(self) -> str | None:
+        """The error of the last update."""
+        return self.weight_transfer_engine.error
 
     def fsdptrain_checksums(self, names: list[str], kind: Any) -> dict[str, int]:
         """Checksums of the layers that vLLM computes with, by names of a checkpoint; unreadable ones are left out."""
         return checksums(self.get_model(), names, kind)
-
-    @_returning_error
-    def fsdptrain_load_files(self, paths: list[str]) -> None:
-        """Load all weights from files that this machine can read."""
-        reload_weights(self.get_model(), self.vllm_config, _tensors_in(paths, self.device))
-
-    @_returning_error
-    def fsdptrain_receive_weights(
-        self, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]
-    ) -> None:
-        """Load all weights from files that the trainer at `host` broadcasts.
-
-        world_size: of the trainer and all workers of this engine
-        sizes: of the files [bytes]
-        """
-        parallel = self.vllm_config.parallel_config
-        group = WeightGroup(
-            join_store(host, port, world_size, timeout_s),
-            rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            world_size=world_size,
-            timeout_s=timeout_s,
-            address=local_address(host),
-        )
-        weights = (pair for size in sizes for pair in tensors_of(group.receive(size)))
-        reload_weights(self.get_model(), self.vllm_config, weights)
-
-
-def _tensors_in(paths: Sequence[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    for path in paths:
-        with safe_open(path, "pt", device=str(device)) as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)

@@ -18,48 +18,72 @@ from fsdptrain.vllm.worker.cpu_quirks import forget_kernels, repack, request_amx
 from fsdptrain.vllm.worker.readback import missing_experts
 
 _MAX_SHOWN = 5  # names in an error
-_LAYERS_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)  # it warns of tied heads
 
 
-def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load all tensors of a checkpoint, by the names of its files. `config` is vLLM's.
+class Reload:
+    """One update of a model with all tensors of a checkpoint. Takes them in the place of the model.
 
-    RuntimeError if a parameter or an expert received no weights: vLLM only warns and uses the old ones. After an error
-    the model can be loaded again, but must not be used before.
+    After an error the model can be loaded again, but must not be used before.
     """
-    received: set[str] = set()  # names of the checkpoint
-    model.is_quantized = config.model_config.quantization is not None  # it holds other tensors than it receives
 
-    def recorded() -> Iterator[tuple[str, Tensor]]:
+    def __init__(self, model: Any, config: Any) -> None:
+        """config: vLLM's. Ends an update that has not ended, as if it had not begun."""
+        self._model, self._config = model, config
+        self._received = set[str]()  # names of the checkpoint
+        self._loaded: set[str] | None = set()  # vLLM's names; None: the model does not report them
+        self._error: Exception | None = None
+        model.is_quantized = config.model_config.quantization is not None  # it holds other tensors than it receives
+        self._forget_parts()
+        self._finalize()
+        request_amx()
+        self._heads = tied_heads(model)
+        forget_kernels(model)
+        with set_current_vllm_config(config):
+            initialize_layerwise_reload(model)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load some tensors, by the names of their files. After an error of this or an earlier call, do nothing.
+
+        `finish` raises the error: the trainer and the other workers go on with the transfer until then.
+        """
+        if self._error is not None:
+            return
+        try:
+            with set_current_vllm_config(self._config):
+                loaded = self._model.load_weights(self._recorded(weights))
+        except Exception as error:  # noqa: BLE001 - raised by `finish`
+            self._error = error
+            return
+        self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
+
+    def finish(self) -> None:
+        """RuntimeError if a parameter or an expert received no weights: vLLM only warns and uses the old ones."""
+        if self._error is not None:
+            self._forget_parts()
+        self._finalize()
+        repack(self._heads.values())
+        if self._error is not None:
+            raise self._error
+        missing = missing_experts(self._received)
+        if self._loaded is not None and not self._model.is_quantized:
+            needed = {name for name, _ in self._model.named_parameters()} - {f"{name}.weight" for name in self._heads}
+            missing += sorted(needed - self._loaded)
+        if missing:
+            raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_MAX_SHOWN])}")
+
+    def _recorded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            received.add(name)
+            self._received.add(name)
             yield name, tensor
 
-    request_amx()
-    heads = tied_heads(model)
-    forget_kernels(model)
-    with set_current_vllm_config(config):
-        initialize_layerwise_reload(model)
-        try:
-            loaded = model.load_weights(recorded())  # vLLM's names; None: the model does not report them
-        except BaseException:
-            for info in map(get_layerwise_info, model.modules()):
-                if info.can_load():  # forget what waits for the rest of its layer: finalizing would load it
-                    info.load_numel = 0
-                    info.loaded_weights.clear()
-            raise
-        finally:
-            level = _LAYERS_LOG.level
-            _LAYERS_LOG.setLevel(logging.ERROR)  # it warns of each layer that keeps its weights
-            try:
-                finalize_layerwise_reload(model, config.model_config)
-            finally:
-                _LAYERS_LOG.setLevel(level)
-            repack(heads.values())
-    missing = missing_experts(received)
-    if loaded is not None and not model.is_quantized:
-        missing += sorted(
-            {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in heads} - loaded
-        )
-    if missing:
-        raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_MAX_SHOWN])}")
+    def _forget_parts(self) -> None:
+        """Forget the tensors that wait for the rest of their layer, which `_finalize` would load."""
+        for info in map(get_layerwise_info, self._model.modules()):
+            if info.can_load():
+                info.load_numel = 0
+                info.loaded_weights.clear()
+
+    def _finalize(self) -> None:
+        with set_current_vllm_config(self._config):
+            finalize_layerwise_reload(self._model, self._config.model_config)

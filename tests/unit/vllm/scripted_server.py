@@ -65,8 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path in server.refuses:
             self._send(500, json.dumps({"error": {"message": server.refuses[path]}}))
             return
-        if path == "/update_weight_version":
-            server.version = body["new_version"]
+        if path == "/finish_weight_update":
+            server.version = body["weight_version"]
         answer = ANSWERS.get(path, lambda server, body: {})(server, body)
         self._send(200, server.texts.get(path, json.dumps(answer)))
 

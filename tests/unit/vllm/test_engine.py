@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.event_loop import EventLoop
-from fsdptrain.vllm.server.weight_files import WeightFolder
+from fsdptrain.vllm.server.transfer import FileTransfer
+from fsdptrain.vllm.weight_file import WeightFile
 from tests.testing import wait_until
 from tests.unit.vllm.scripted_server import ANSWERS, GENERATE, ScriptedServer
 
 pytestmark = pytest.mark.slow
 
-LOAD = "/collective_rpc"
+LOAD = "/update_weights"
 PROMPTS = [Prompt("a", [1, 2], ""), Prompt("b", [3], "")]
 SAMPLING = SamplingParams(num_samples=2, max_tokens=4, temperature=1.0)
 
@@ -84,9 +86,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Case]]:
                 [server.client for server in servers],
                 "run",
                 loop=EventLoop(),
+                transfer=FileTransfer(WeightFile(tmp_path / "weights")),
                 stop_token_ids=[],
-                processes=[],
-                folder=WeightFolder(tmp_path / "weights", max_file_bytes=1000),
+                cleanup=ExitStack(),
             )
             engines.append(engine)
             return Case(servers, engine, threads)
@@ -108,7 +110,8 @@ def test_each_server_is_paused_updated_and_checked_before_any_resumes(make: Call
     update = case.threads.submit(case.sync, 1)
     wait_until(lambda: "/weight_info" in fast.calls)
     time.sleep(0.1)
-    order = "/pause /collective_rpc /update_weight_version /reset_prefix_cache /weight_info"
+    order = "/pause /start_weight_update /update_weights /finish_weight_update /collective_rpc /reset_prefix_cache"
+    order += " /weight_info"
     assert fast.calls == order.split()
     slow.holds["/weight_info"].set()
     update.result(timeout=60)
@@ -117,6 +120,7 @@ def test_each_server_is_paused_updated_and_checked_before_any_resumes(make: Call
 
 NO_SWITCH: dict[str, Callable[[ScriptedServer], object]] = {
     "refuses": lambda bad: bad.refuses.update({LOAD: "no such weight"}),
+    "cannot load": lambda bad: bad.texts.update({"/collective_rpc": '{"results": [null, "ValueError: no such weight"]}'}),
     "broken JSON": lambda bad: bad.texts.update({"/weight_info": '{"broken": '}),
     "dead": lambda bad: setattr(bad, "dies_after", 0),
     "hangs": lambda bad: bad.delays.update({LOAD: 60.0}),
@@ -284,5 +288,5 @@ def test_nobody_waits_for_a_closed_engine(case: Case) -> None:
 def test_the_checksums_of_all_workers_are_merged(
     case: Case, monkeypatch: pytest.MonkeyPatch, workers: Any, merged: dict[str, int]
 ) -> None:
-    monkeypatch.setitem(ANSWERS, LOAD, lambda server, body: {"results": workers})
+    monkeypatch.setitem(ANSWERS, "/collective_rpc", lambda server, body: {"results": workers})
     assert case.engine.checksums(["a", "b", "c"]) == {case.server.client.url: merged}

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdptrain.vllm.server.weight_files import SHARED_MEMORY, folder_name
+from fsdptrain.vllm.weight_file import SHARED_MEMORY, folder_name
 from tests.e2e import command
 from tests.matrix import only
 from tests.testing import save_tiny_checkpoint, wait_until
