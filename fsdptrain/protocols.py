@@ -6,13 +6,12 @@ documented otherwise. All ranks call them in the same order, and the implementat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from fsdptrain.types import (
-    ChecksumKind,
     Completion,
     LogProbs,
     LossConfig,
@@ -63,12 +62,14 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class CheckedEngine(RolloutEngine, Protocol):
-    """Additional method that --verify-weight-sync needs; a custom engine may leave it out. Not collective."""
+    """Additional methods that --verify-weight-sync needs; a custom engine may leave them out. Not collective."""
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> Mapping[str, Mapping[str, int]]:
-        """`checksum` (rollout/weight_sync/checksum.py) of the tensors that the engine computes with, by the names of
-        `update_weights`, for each copy of the model that this rank reads. Leaves out the `names` that it cannot read.
-        """
+    def expect_checksums(self) -> None:
+        """The next update will be verified."""
+
+    def checksums(self) -> Mapping[str, Mapping[str, int]]:
+        """`checksum` (rollout/weight_sync/checksum.py) of the tensors that the last update loaded, by their names, for
+        each copy of the model that this rank reads."""
         ...
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fsdptrain.data.packing.prefixes import SharedPrefixes
 
 FinishReason = Literal["stop", "length"]
-ChecksumKind = Literal["values", "multiset"]  # see rollout.weight_sync.checksum
 Metrics = dict[str, float]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 NO_ROUTE = -1  # in `routes`: no experts in this layer, or routing unknown; the model routes the token itself

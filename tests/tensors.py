@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
-from fsdptrain.types import ChecksumKind
 
 
 def load_files(folder: Path | str) -> dict[str, Tensor]:
@@ -30,5 +29,5 @@ def relative(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float
     return max(((found[n] - wanted[n]).abs().max() / largest[n]).item() for n in wanted)
 
 
-def checksum(tensor: Tensor, kind: ChecksumKind = "values") -> int:
-    return finish_checksums({"": start_checksum(tensor, kind)})[""]
+def checksum(tensor: Tensor) -> int:
+    return finish_checksums({"": start_checksum(tensor)})[""]

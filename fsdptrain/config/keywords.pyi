@@ -195,7 +195,7 @@ class Keywords(TypedDict, total=False):
     rollout_urls: str | list[str]
     rollout_num_servers: int | None
     rollout_server_python: str | None
-    weight_transfer: Literal["file", "gloo"]
+    weight_transfer: Literal["file", "nccl"]
     weight_sync_dir: str | None
     weight_sync_timeout: float
     megatron_tensor_parallel: int

@@ -30,7 +30,8 @@ class CallLimit:
         """checked: the call checks `is_over` and gets 25 % more time to do so."""
         self._end = time.monotonic() + self.seconds
         seconds = self.seconds * (_GRACE if checked else 1.0)
-        timer = threading.Timer(seconds, self._end_process, (call, seconds))
+        line = f"{call} hangs for {seconds:g} s and cannot be interrupted; stacks are above"
+        timer = threading.Timer(seconds, _end_process, [f"fsdptrain: {_FLAG} {self.seconds:g}: {line}"])
         timer.daemon = True
         timer.start()
         try:
@@ -48,14 +49,12 @@ class CallLimit:
             f"{call} took more than {_FLAG}, {self.seconds:g} s: raise it, or generate fewer tokens at once"
         )
 
-    def _end_process(self, call: str, seconds: float) -> None:
-        """With an exit code after which the same command continues."""
-        try:
-            faulthandler.dump_traceback(sys.stderr)
-            sys.stderr.write(
-                f"fsdptrain: {_FLAG} {self.seconds:g}: {call} hangs for {seconds:g} s and cannot be interrupted; "
-                "stacks are above\n"
-            )
-            sys.stderr.flush()
-        finally:
-            os._exit(1)
+
+def _end_process(line: str) -> None:
+    """With an exit code after which the same command continues."""
+    try:
+        faulthandler.dump_traceback(sys.stderr)
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+    finally:
+        os._exit(1)

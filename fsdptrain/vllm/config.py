@@ -79,7 +79,7 @@ class ServerConfig(Section):
     RULES = (_SERVERS,)
 
     weight_transfer: Literal["file", "nccl"] = "file"
-    """How weights reach servers. `file`: in a file that they can read. `nccl`: from GPU to GPU; the trainer imports vLLM."""
+    """How weights reach servers. `file`: in a file that they can read. `nccl`: from GPU to GPU."""
     weight_sync_dir: str | None = None
     """Folder for the newest weights. Default: in shared memory if there is room, and all servers are on this
     machine; else in --output-dir, which the servers must be able to read."""

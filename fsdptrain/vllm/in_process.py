@@ -7,7 +7,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
@@ -28,7 +28,7 @@ from fsdptrain.protocols import Naming
 from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.registry import suggest
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
+from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.call_limit import CallLimit
 from fsdptrain.vllm.config import VllmConfig
 from fsdptrain.vllm.options import (
@@ -42,7 +42,6 @@ from fsdptrain.vllm.options import (
     sampling_options,
 )
 from fsdptrain.vllm.requests import Request, Requests
-from fsdptrain.vllm.worker.readback import checksums
 
 _RESERVED = frozenset(
     {"model", "dtype", "load_format", "logprobs_mode", "skip_tokenizer_init", "enable_lora"}
@@ -79,7 +78,8 @@ class VLLMEngine:
         self._stop_token_ids = stop_tokens(checkpoint, model_config, trust_remote_code=trust_remote_code, data=data)
         self.policy_version = 0
         self._sleeps = bool(options.get("enable_sleep_mode"))
-        self._has_weights = False
+        self._has_weights = self._is_checked = False
+        self._checksums: dict[str, int] = {}
         fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs"}
         options = {"load_format": "dummy", "skip_tokenizer_init": True, **options, **fixed, "disable_log_stats": True}
         with preserve_rng_state():  # vLLM seeds the generators of the process
@@ -112,9 +112,10 @@ class VLLMEngine:
         from fsdptrain.vllm.worker.reload import Reload  # needs vLLM
 
         def reload(worker: Any) -> None:  # in vLLM's worker, which is this process
-            update = Reload(worker.get_model(), worker.vllm_config)
+            update = Reload(worker.get_model(), worker.vllm_config, checked=self._is_checked)
             update.load_weights(weights)
             update.finish()
+            self._checksums, self._is_checked = update.checksums(), False
 
         with self._limit.around(_SYNC), raise_on_all_ranks(RolloutError, "--rollout-engine vllm"):
             try:
@@ -207,9 +208,11 @@ class VLLMEngine:
         if not self._has_weights:
             raise RolloutError("vLLM has no weights: call update_weights first, also after sleep()")
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> Mapping[str, Mapping[str, int]]:
-        """Of the layers that vLLM computes with; tensors that cannot be read are left out."""
-        return {"the engine": self._llm.apply_model(lambda model: checksums(model, names, kind))[0]}
+    def expect_checksums(self) -> None:
+        self._is_checked = True
+
+    def checksums(self) -> Mapping[str, Mapping[str, int]]:
+        return {"the engine": self._checksums}
 
     def sleep(self) -> None:
         """Free weights and cache on a GPU. `update_weights` must come before the next `generate`.

@@ -1,7 +1,6 @@
 """Requests to vLLM in this process: submitted by any thread, answered while one thread steps the engine."""
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,12 +23,13 @@ class Request:
     future: Future[Completion] = field(default_factory=Future)
 
     def answer(self, output: Any) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
         try:
-            self.future.set_result(self.read(output.outputs[0]))
+            completion = self.read(output.outputs[0])
         except Exception as error:  # noqa: BLE001  # the thread that waits raises it
-            self.future.set_exception(error)
+            self.fail(error)
+        else:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(completion)
 
     def fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -41,7 +41,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards `_new` and `_is_closed`
-        self._new: deque[Request] = deque()
+        self._new: list[Request] = []
         self._running: dict[str, Request] = {}  # by vLLM's id of the request
         self._is_closed = False
 
@@ -68,11 +68,9 @@ class Requests:
         if not new:
             return
         prompts = [{"prompt_token_ids": request.token_ids} for request in new]
-        options: dict[str, Any] = {"use_tqdm": False}
-        if any(request.priority for request in new):
-            options["priority"] = [request.priority for request in new]
+        options = {"priority": [request.priority for request in new]} if any(r.priority for r in new) else {}
         try:
-            ids = llm.enqueue(prompts, [request.params for request in new], **options)
+            ids = llm.enqueue(prompts, [request.params for request in new], use_tqdm=False, **options)
         except BaseException as error:
             for request in new:
                 request.fail(error)
@@ -94,8 +92,8 @@ class Requests:
 
     def _take_new(self) -> list[Request]:
         with self._changed:
-            new, self._new = [request for request in self._new if not request.future.cancelled()], deque()
-        return new
+            new, self._new = self._new, []
+        return [request for request in new if not request.future.cancelled()]
 
     def close(self, engine: Any) -> None:
         with self._changed:

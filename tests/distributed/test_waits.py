@@ -125,7 +125,7 @@ def test_a_step_reads_the_device_once_for_its_final_metrics(checkpoint: str) -> 
 
 
 def reads_of_syncs(checkpoint: str, folder: str) -> tuple[Counter[str], Counter[str], int, int]:
-    """Of a sync to the embedded engine with checksums of both sides, and of one to a file; bytes gathered, and of all."""
+    """Of a sync to the embedded engine with checksums of both sides, and of one to a file; bytes gathered; of all."""
     backend = FSDPBackend(config(checkpoint), total_steps=10)
     engine = HFEngine(Path(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
     file = WeightFile(Path(folder) / str(dist.get_rank()))

@@ -96,8 +96,6 @@ def plant_faults(options: dict[str, Any], tries: int, transfer: FaultyTransfer) 
     draw, outcomes = random.Random(0), []
     try:
         sync(backend, engine, later, 0, transfer)
-        [sums] = engine.checksums(transfer.previous).values()
-        assert set(sums) == set(transfer.previous), "not every tensor can be read"
         for version in range(1, tries + 1):
             verifier = contract.verifier_of(options, engine) if version % 2 else later
             fault = FAULTS[version % len(FAULTS)]

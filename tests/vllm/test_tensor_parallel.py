@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.types import Completion
-from tests import zoo
 from tests.matrix import only
-from tests.testing import save_hub, spawn
+from tests.testing import spawn
 from tests.vllm import contract, models
 from tests.vllm.faults import FaultyTransfer, sync
 
@@ -30,9 +29,6 @@ def errors_of(options: dict[str, Any], faults: list[Fault]) -> tuple[list[str], 
     transfer, errors = FaultyTransfer(), []
     for version in range(2):
         sync(backend, engine, verifier, version, transfer)
-    assert engine.checksums(transfer.previous)["the engine"].keys() == transfer.previous.keys(), (
-        "not every tensor can be read"
-    )
     for version, (rank, fault, victim) in enumerate(faults, 2):
         here = rank is None or rank == dist.get_rank()
         with pytest.raises(RolloutError) as caught:
@@ -75,14 +71,3 @@ def test_faults_in_its_parts_are_named(tmp_path, name):
         for (_, _, victim), error in zip(faults, errors, strict=True):
             assert f"does not hold {victim} of version" in error
         assert waits == timedelta(seconds=700)
-
-
-@pytest.mark.matrix
-def test_parts_of_parameters_outside_of_vllms_split_layers_are_read_and_named(tmp_path):
-    sizes = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 1024}
-    save_hub(zoo.build("qwen3_next", 0, **sizes), tmp_path)
-    # on CPUs vLLM has a prefix cache only with chunked prefill, and its kernel only in bf16
-    options = contract.colocated(tmp_path, bf16=True, rollout_engine_args={**TWO_RANKS, "enable_prefix_caching": False})
-    part = "model.layers.0.linear_attn.dt_bias"
-    for errors, _ in spawn(2, errors_of, options, [(1, "permuted", part)], timeout=300):
-        assert f"does not hold {part} of version 2" in errors[0]

@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from fsdptrain.types import ChecksumKind
 
 _K = TypeVar("_K")
 _BLOCK = 1 << 18  # elements
@@ -27,26 +24,21 @@ class StartedChecksum:
 
     sums: Tensor  # [blocks] i64
     numel: int
-    is_ordered: bool
 
 
 @torch.no_grad()
-def start_checksum(tensor: Tensor, kind: "ChecksumKind" = "values") -> StartedChecksum:
+def start_checksum(tensor: Tensor) -> StartedChecksum:
     """Start a checksum of `tensor` as float32. Zeros of both signs are equal.
 
     The tensor may be overwritten afterwards on the same stream.
-
-    kind: "values" depends on every element and its position; "multiset" does not depend on the order of elements and on
-    additional zeros.
     """
     flat = tensor.detach().reshape(-1)
     sums = []
     for part in flat.split(_BLOCK):
         words = (part.float() + 0.0).view(torch.int32).long()
-        if kind == "values":
-            words *= _factors(words.device)[: len(words)]
+        words *= _factors(words.device)[: len(words)]
         sums.append(_hashed(_hashed(words)).sum())
-    return StartedChecksum(torch.stack(sums), tensor.numel(), is_ordered=kind == "values")
+    return StartedChecksum(torch.stack(sums), tensor.numel())
 
 
 def finish_checksums(started: Mapping[_K, StartedChecksum]) -> dict[_K, int]:
@@ -64,8 +56,6 @@ def finish_checksums(started: Mapping[_K, StartedChecksum]) -> dict[_K, int]:
 
 
 def _total(sums: Sequence[int], started: StartedChecksum) -> int:
-    if not started.is_ordered:
-        return sum(sums) & _MASK
     total = started.numel
     for block in sums:
         total = (total * (_ODD & _MASK) + block) & _MASK

@@ -100,6 +100,16 @@ class VLLMClient:
         if version != tag:
             raise RolloutError(f"{self.url} holds version {version!r} after the update to {tag!r}")
 
+    async def expect_checksums(self, *, timeout: float) -> None:
+        """The next update is verified."""
+        await self.call_workers("fsdptrain_expect_checksums", timeout=timeout)
+
+    async def checksums(self, *, timeout: float) -> dict[str, int]:
+        """Of the tensors that all workers loaded in the last update; -1 where they disagree."""
+        workers = await self.call_workers("fsdptrain_checksums", timeout=timeout)
+        first, *others = workers
+        return {name: found if all(o.get(name) == found for o in others) else -1 for name, found in first.items()}
+
     async def engine_config(self, *, timeout: float) -> dict[str, Any]:
         return await self._field("GET", "/server_info?config_format=json", "vllm_config", timeout=timeout)
 

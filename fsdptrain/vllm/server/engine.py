@@ -9,7 +9,7 @@ import resource
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,11 +20,11 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import Naming
-from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
+from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
 from fsdptrain.vllm.options import routes_of, sampling_options
 from fsdptrain.vllm.server.client import Deadline, Generation, VLLMClient
-from fsdptrain.vllm.server.event_loop import EventLoop
+from fsdptrain.vllm.server.event_loop import EventLoop, all_of
 from fsdptrain.vllm.server.transfer import Transfer, Update
 
 _FLAG = "--rollout-engine vllm-server"
@@ -66,7 +66,7 @@ class VLLMServerEngine:
         self._has_weights = False  # nor during a sync
         self._num_in_flight = Counter[str]()  # requests by URL; only the event loop changes it
         self._slots = asyncio.Semaphore(_max_connections(len(clients)))
-        self._is_syncing = self._is_closed = False
+        self._is_syncing = self._is_closed = self._is_checked = False
         self._changed = threading.Condition()  # guards `_has_weights`, `_is_syncing` and `_is_closed`
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
@@ -79,7 +79,7 @@ class VLLMServerEngine:
                     self._push(iter(updates), self._tag_of(policy_version))
                 else:
                     list(updates)
-            self.policy_version, self._has_weights = policy_version, True
+            self.policy_version, self._has_weights, self._is_checked = policy_version, True, False
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Return `num_samples` completions per prompt, in the order of the prompts. Each request has another seed."""
@@ -95,14 +95,15 @@ class VLLMServerEngine:
             version = self._version()
         return self._loop.run(self._generate_all(prompts, sampling, version, {}))
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "values") -> dict[str, dict[str, int]]:
-        """Return checksums by URL. Ranks share the servers: each reads some of them."""
+    def expect_checksums(self) -> None:
+        self._is_checked = True
+
+    def checksums(self) -> dict[str, dict[str, int]]:
+        """By URL. Ranks share the servers: each asks some."""
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        deadline = Deadline(self.response_timeout)
-        return {
-            client.url: self._loop.run(_read_checksums(client, names, kind, deadline))
-            for client in self.clients[rank::num_ranks]
-        }
+        clients, deadline = self.clients[rank::num_ranks], Deadline(self.response_timeout)
+        found = self._loop.run(all_of(client.checksums(timeout=deadline.left) for client in clients))
+        return {client.url: sums for client, sums in zip(clients, found, strict=True)}
 
     def sleep(self) -> None:
         """Do nothing: servers use other devices and keep weights and cache."""
@@ -140,6 +141,8 @@ class VLLMServerEngine:
 
         try:
             self._loop.run(post(f"/pause?mode={'keep' if self._keeps_requests else 'abort'}"))
+            if self._is_checked:
+                self._loop.run(self._by_all(lambda client: client.expect_checksums(timeout=deadline.left)))
             self._loop.run(post("/start_weight_update"))
             for info, meanwhile in updates:
                 taken = self._loop.start(post("/update_weights", {"update_info": info}))
@@ -235,21 +238,6 @@ class VLLMServerEngine:
             return await answer
         finally:
             answer.cancel()
-
-
-async def _read_checksums(
-    client: VLLMClient, names: Collection[str], kind: ChecksumKind, deadline: Deadline
-) -> dict[str, int]:
-    """Return checksums of the layers of the engine, without tensors that cannot be read.
-
-    With pipeline parallelism, workers have different layers. If workers disagree about a tensor, its checksum is -1.
-    """
-    workers = await client.call_workers("fsdptrain_checksums", sorted(names), kind, timeout=deadline.left)
-    merged: dict[str, int] = {}
-    for worker in workers:
-        for name, value in worker.items():
-            merged[name] = value if merged.get(name, value) == value else -1
-    return merged
 
 
 def _max_connections(num_servers: int) -> int:

@@ -1,7 +1,7 @@
-"""How weights reach servers, in vLLM's protocol: start_weight_update, update_weights once or more, finish_weight_update.
+"""How weights reach servers, in vLLM's protocol of weight updates.
 
-    file    rank 0 writes all weights to a file, which the servers read
-    nccl    rank 0 broadcasts them from its GPU to those of the servers, over one group for the whole run
+file: rank 0 writes all weights to a file, which the servers read.
+nccl: rank 0 broadcasts them from its GPU to those of the servers, over one group for the whole run.
 """
 
 import socket

@@ -6,13 +6,10 @@ are read as if they were still packed.
 
 import platform
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-_DIGIT = 8  # bits: every dtype, also bfloat16, holds such a number exactly
+from torch import nn
 
 
 def request_amx() -> None:
@@ -46,50 +43,16 @@ def forget_kernels(model: nn.Module) -> None:
 
     [vLLM 0.32, `UnquantizedFusedMoEMethod._setup_kernel`]
     """
-    for module in model.modules():
-        if packing_of(module) is not None:
-            method: Any = module.quant_method
-            method.moe_kernel = None
-
-
-def packing_of(module: nn.Module) -> str | None:
-    """The instruction set that the experts of `module` are packed for, in vLLM's words. None: they are not packed."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports] - an extra
 
-    kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-    if kernel is None or not current_platform.is_cpu():
-        return None
+    if not current_platform.is_cpu():
+        return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # pyright: ignore[reportMissingImports]
         CPUUnquantizedExperts,
     )
 
-    experts = kernel.fused_experts
-    is_packed = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch
-    return experts.isa if is_packed else None
-
-
-def unpack(packed: Tensor, packing: str) -> Tensor:
-    """Undo the packing of one expert's matrix. [out, in]"""
-    plain = torch.empty_like(packed).flatten()
-    plain[_order(packed.shape, packed.dtype, packing)] = packed.flatten()
-    return plain.view(packed.shape)
-
-
-def forget_orders() -> None:
-    """Free what `unpack` keeps: 8 bytes for each element of two matrices."""
-    _order.cache_clear()
-
-
-@lru_cache(maxsize=2)  # the two matrices of an expert
-def _order(shape: torch.Size, dtype: torch.dtype, packing: str) -> Tensor:
-    """[out * in] i64: the index of the plain element at each place of a packed matrix.
-
-    Found by packing matrices that hold the digits of each element's index.
-    """
-    from vllm._custom_ops import cpu_prepack_moe_weight  # pyright: ignore[reportMissingImports] - an extra
-
-    numbers, order = torch.arange(shape.numel()), torch.zeros(shape.numel(), dtype=torch.int64)
-    for shift in range(0, shape.numel().bit_length(), _DIGIT):
-        digits = (numbers >> shift & (1 << _DIGIT) - 1).to(dtype).view(1, *shape)
-        order |= cpu_prepack_moe_weight(digits, packing).flatten().long() << shift
-    return order
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
+            method.moe_kernel = None

@@ -17,7 +17,6 @@ from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[re
 )
 
 from fsdptrain.vllm.weight_file import read
-from fsdptrain.vllm.worker.readback import checksums
 from fsdptrain.vllm.worker.reload import Reload
 
 log = logging.getLogger(__name__)
@@ -29,15 +28,18 @@ class _Reloads:
 
     model: Any  # vLLM resets it after the update
     vllm_config: Any
-    error: str | None = None
+    is_checked = False  # the next update
+    error: str | None = None  # of the last update
+    checksums: dict[str, int]
 
     def start_weight_update(self) -> None:
-        self.model = Reload(self.model, self.vllm_config)
+        self.model = Reload(self.model, self.vllm_config, checked=self.is_checked)
 
     def finish_weight_update(self) -> None:
-        self.error = None
+        self.error, self.is_checked = None, False
         try:
             self.model.finish()
+            self.checksums = self.model.checksums()
         except Exception as error:
             log.exception("new weights cannot be loaded")
             self.error = f"{type(error).__name__}: {error}"
@@ -82,6 +84,10 @@ class WorkerExtension:
         """The error of the last update."""
         return self.weight_transfer_engine.error
 
-    def fsdptrain_checksums(self, names: list[str], kind: Any) -> dict[str, int]:
-        """Checksums of the layers that vLLM computes with, by names of a checkpoint; unreadable ones are left out."""
-        return checksums(self.get_model(), names, kind)
+    def fsdptrain_expect_checksums(self) -> None:
+        """The next update is verified."""
+        self.weight_transfer_engine.is_checked = True
+
+    def fsdptrain_checksums(self) -> dict[str, int]:
+        """Checksums of the tensors that vLLM loaded in the last update, if it was verified."""
+        return self.weight_transfer_engine.checksums

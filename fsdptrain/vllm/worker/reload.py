@@ -14,8 +14,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
     get_layerwise_info,
 )
 
+from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
 from fsdptrain.vllm.worker.cpu_quirks import forget_kernels, repack, request_amx, tied_heads
-from fsdptrain.vllm.worker.readback import missing_experts
+from fsdptrain.vllm.worker.experts import missing_experts
 
 _MAX_SHOWN = 5  # names in an error
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)  # it warns of tied heads
@@ -27,13 +28,17 @@ class Reload:
     After an error the model can be loaded again, but must not be used before.
     """
 
-    def __init__(self, model: Any, config: Any) -> None:
-        """config: vLLM's. Ends an update that has not ended, as if it had not begun."""
+    def __init__(self, model: Any, config: Any, *, checked: bool) -> None:
+        """End an update that has not ended, as if it had not begun.
+
+        config: vLLM's
+        checked: compute checksums of the tensors
+        """
         self._model, self._config = model, config
-        self._received = set[str]()  # names of the checkpoint
+        self._checked = checked
+        self._received: dict[str, StartedChecksum | None] = {}  # by names of the checkpoint
         self._loaded: set[str] | None = set()  # vLLM's names; None: the model does not report them
         self._error: Exception | None = None
-        model.is_quantized = config.model_config.quantization is not None  # it holds other tensors than it receives
         self._forget_parts()
         self._finalize()
         request_amx()
@@ -66,15 +71,19 @@ class Reload:
         if self._error is not None:
             raise self._error
         missing = missing_experts(self._received)
-        if self._loaded is not None and not self._model.is_quantized:
+        if self._loaded is not None and self._config.model_config.quantization is None:  # it holds what it receives
             needed = {name for name, _ in self._model.named_parameters()} - {f"{name}.weight" for name in self._heads}
             missing += sorted(needed - self._loaded)
         if missing:
             raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_MAX_SHOWN])}")
 
+    def checksums(self) -> dict[str, int]:
+        """Of the tensors that were taken, by the names of their files. Empty unless `checked`."""
+        return finish_checksums({name: started for name, started in self._received.items() if started is not None})
+
     def _recorded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            self._received.add(name)
+            self._received[name] = start_checksum(tensor) if self._checked else None
             yield name, tensor
 
     def _forget_parts(self) -> None:

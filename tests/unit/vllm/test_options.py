@@ -13,7 +13,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.vllm.in_process import build_vllm_engine
 from fsdptrain.vllm.options import memory_utilization, routes_of, routes_options
 from fsdptrain.vllm.server.engine import first_choice
-from fsdptrain.vllm.worker.readback import missing_experts
+from fsdptrain.vllm.worker.experts import missing_experts
 from tests.configs import CONFIGS
 from tests.testing import spawn
 
