@@ -14,8 +14,7 @@ selects runs by name or shell pattern, `--work DIR` keeps their output, `--jobs 
 equal. Runs and metrics that the new recording lacks count as differences, additional ones do not. `--rename OLD=NEW`
 adds to RENAMED_METRICS (`old/=new/` renames a group), `--ignore PATTERN` accepts the loss of a metric.
 
-The table of runs (same_numbers_runs.py) has the old spelling of flags. RENAMED_FLAGS has the new one, which is used if
-`--help-all` of the checkout lists it. Two recordings of the same code on the same machine are bitwise equal.
+same_numbers_runs.py has the table of runs. Two recordings of the same code on the same machine are bitwise equal.
 """
 
 import argparse
@@ -46,13 +45,6 @@ from safetensors import safe_open
 from same_numbers_compare import compare
 from same_numbers_runs import Run, select_runs, write_inputs
 
-RENAMED_FLAGS = {
-    "--sync-check": "--verify-weight-sync",
-    "--weight-push": "--weight-transfer",
-    "--weight-folder": "--weight-sync-dir",
-    "--sync-timeout": "--weight-sync-timeout",
-    "--overlong": "--overlong-samples",
-}
 COUNTED = ("perf/pack_fill", "perf/rank_imbalance", "perf/shared_tokens")  # the only perf/ metrics without a clock
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -69,7 +61,6 @@ class Settings(NamedTuple):
 
     checkout: Path
     folder: Path  # inputs of the runs
-    help: str  # output of the checkout's --help-all
     vllm_python: str | None
     timeout: float  # per run [s]
 
@@ -86,7 +77,7 @@ def record(args: argparse.Namespace) -> int:
         if not (folder / "pictures.jsonl").exists():
             write_inputs(folder)
         checkout = args.checkout.resolve()
-        settings = Settings(checkout, folder.resolve(), _help(checkout), args.vllm_python, args.timeout)
+        settings = Settings(checkout, folder.resolve(), args.vllm_python, args.timeout)
         report = {"checkout": _describe(checkout), "models": _digests(folder / "models"), "runs": {}}
         begin = time.monotonic()
         with ThreadPoolExecutor(args.jobs) as pool:
@@ -120,7 +111,6 @@ def _record_run(run: Run, settings: Settings) -> tuple[str, dict[str, Any]]:
 def _execute(run: Run, settings: Settings, folder: Path) -> str | None:
     """Run all ranks to completion. Returns the last error line of a failed run, else None."""
     flags = [str(settings.vllm_python) if flag == "VLLM_PYTHON" else flag for flag in run.flags]
-    flags = [new if (new := RENAMED_FLAGS.get(flag, flag)) in settings.help else flag for flag in flags]
     argv = ["--hf-checkpoint", f"models/{run.model}", "--output-dir", str(folder), *flags]
     python = settings.vllm_python if "vllm" in run.marks else None
     ranks = [
@@ -182,15 +172,6 @@ def _variables(num_ranks: int) -> list[dict[str, str]]:
     size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **size, **address} for rank in range(num_ranks)]
-
-
-def _help(checkout: Path) -> str:
-    argv = [sys.executable, "-m", "fsdptrain", "--help-all"]
-    variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(checkout)}
-    done = subprocess.run(
-        argv, cwd=checkout, env=variables, check=True, capture_output=True, text=True
-    )  # -m: cwd first
-    return done.stdout
 
 
 def _describe(checkout: Path) -> dict[str, str]:
