@@ -117,7 +117,7 @@ class Keywords(TypedDict, total=False):
     lr_scale: dict[str, float]
     offload_optimizer: bool
     max_tokens_per_gpu: int
-    overlong_samples: Literal["error", "drop"]
+    overlong_samples: Literal["error", "drop", "truncate"]
     global_batch_size: int | None
     epochs_per_rollout: int
     fsdp_cpu_offload: bool

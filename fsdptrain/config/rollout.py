@@ -27,16 +27,13 @@ class BatchConfig(Section):
     ON_RESUME = TUNING
 
     max_tokens_per_gpu: Annotated[int, NEUTRAL] = Field(default=8192, ge=1)
-    """Pack size: maximum tokens in a forward or backward pass of a rank. With --context-parallel-size, packs and
-    sequences may be that many times longer. [tokens]"""
-    overlong_samples: Literal["error", "drop"] = "error"
-    """Samples longer than the pack size: stop the run, or drop and count them."""
+    """Pack size: maximum tokens in a pass of a rank. --context-parallel-size multiplies it. [tokens]"""
+    overlong_samples: Literal["error", "drop", "truncate"] = "error"
+    """Samples longer than the pack size: stop the run, drop and count them, or, supervised ones, cut off their end."""
     global_batch_size: int | None = Field(default=None, ge=1)
-    """Samples per optimizer step, assigned to steps at random, individually rather than by group. Default: the whole
-    rollout, strictly on-policy. [samples]"""
+    """Samples per optimizer step, drawn at random, not by group. Default: the whole rollout, on-policy. [samples]"""
     epochs_per_rollout: Annotated[int, RL_ONLY] = Field(default=1, ge=1)
-    """Training passes over each rollout, the optimizer steps in another order each. Old and reference logprobs are
-    computed once."""
+    """Training passes over each rollout, the optimizer steps in another order each; logprobs are computed once."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         size, batch = self.global_batch_size, config.rollout.batch_size
@@ -46,6 +43,8 @@ class BatchConfig(Section):
                     f"--rollout-batch-size {batch} and --global-batch-size {size} differ: with --algorithm sft both "
                     "mean the samples of one optimizer step, give one of them"
                 )
+        elif self.overlong_samples == "truncate":
+            yield "--overlong-samples truncate cuts supervised rows, not responses: use drop, or --algorithm sft"
         elif size and config.samples_per_rollout % size:
             samples = config.samples_per_rollout
             divisor = next(most for most in range(min(size, samples), 0, -1) if samples % most == 0)
@@ -138,8 +137,7 @@ class SyncConfig(Section):
         IdleWith("rollout_engine=vllm-server", reason=_OWN_DEVICES),
         FSDP_ONLY,
     ] = False
-    """Move the trainer's weights and optimizer state to host memory during generation, so that the engine can use the
-    whole device. They cross the bus twice per rollout."""
+    """Move the trainer's weights and optimizer state to host memory while the engine generates, twice per rollout."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.max_staleness and config.rollout.engine == "hf":

@@ -1,26 +1,30 @@
-"""Forms of supervised data: conversations, text, or prompts with responses. See docs/sft.md."""
+"""Forms of supervised data: conversations, text, tokens, or prompts with responses. See docs/sft.md."""
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from fsdptrain.config import DataConfig
-from fsdptrain.config.data import SftConfig
+from fsdptrain.config.data import LossOn, SftConfig
 from fsdptrain.data.rows import Row
 from fsdptrain.data.tables import plain, refuse_columns, value_in, written_chat
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.types import Message
+from fsdptrain.types import Message, Prompt
 
 log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]  # a row of a table, by column
-_KNOWN = "messages; prompt with completion or label; text"
+_KNOWN = "messages; prompt with completion or label; text; input_ids with labels"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by the template
 _ROLES = ("system", "user", "assistant", "tool")
-_WEIGHTS = ("weight", "train", "training", "loss")
+_WEIGHTS = ("weight", "train", "training", "loss")  # of a message
+_ROW_WEIGHTS = _WEIGHTS[:3]
+_NO_LOSS = -100  # label of a token without a loss
 WITH_TOOLS = "use the template of a model with tools"
 _OMITTED = {  # key of a message -> kind of the error, and the fix
     **dict.fromkeys(("tool_calls", "tools"), ("tools", WITH_TOOLS)),
@@ -56,6 +60,14 @@ class Text:
     text: str
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """A row that was tokenized before."""
+
+    token_ids: list[int]  # (L,)
+    loss_mask: list[bool]  # (L,)
+
+
 def form_reader(
     first: Values, data: DataConfig, sft: SftConfig, *, where: str
 ) -> tuple[DataConfig, Callable[[Values, str], Row] | None]:
@@ -69,42 +81,54 @@ def form_reader(
         log.info("%s: prompts in the column %s, responses in %s", where, data.input_key, data.label_key)
         return data, None
     log.info("%s: %s in the column %s", where, form, data.input_key)
-    if form == "text" and data.system_prompt not in ("auto", ""):
-        raise ConfigError(f"--system-prompt has no effect on {where}, which is text without messages: remove it")
-    if form == "text" and sft.loss_on == "last":
-        raise ConfigError(f"--sft-loss-on last has no effect on {where}, which is text without turns: remove it")
-    convert = _messages if form == "messages" else _text
+    if form != "messages" and data.system_prompt not in ("auto", ""):
+        raise ConfigError(f"--system-prompt has no effect on {where}, which is {form} without messages: remove it")
+    if sft.loss_on in {"text": ("last",), "tokens": ("last", "all")}.get(form, ()):
+        raise ConfigError(f"--sft-loss-on {sft.loss_on} has no effect on {where}, which is {form}: remove it")
+    convert = {"messages": _messages, "text": _text, "tokens": _tokens}[form]
 
     def read(values: Values, row_id: str) -> Row:
         values = plain(values)
-        _refuse_weights(values, row_id)
         refuse_columns(values, row_id, "chat_template_kwargs")
+        weights = {name: values[name] for name in _ROW_WEIGHTS if values.get(name) is not None}
         try:
-            return Row(row_id, *convert(values, data.input_key))
+            return Row(row_id, *convert(values, data.input_key), metadata=weights)
         except UnusableRowError as error:
             return Row(row_id, row_id, UnusableRowError(error.kind, f"row {row_id}: {error}"))
 
     return data, read
 
 
-def _refuse_weights(values: Values, row_id: str) -> None:
-    """Raise DataError for keys by which other trainers leave a row or a turn out of the loss, unless they keep it."""
-    lists = [written_chat(value) if isinstance(value, str) else value for value in values.values()]
-    messages = [message for value in lists if isinstance(value, list) for message in value]
-    for name in _WEIGHTS:
-        for place in messages if name == "loss" else (values, *messages):
-            if isinstance(place, Mapping) and place.get(name) not in (None, 1):
-                raise DataError(
-                    f"row {row_id} has {name} {place[name]!r:.20}, but all turns of --sft-loss-on are trained alike: "
-                    f"leave out that row or turn, or the key {name}"
-                )
+def turn_weights(messages: Sequence[Message], loss_on: LossOn) -> list[float]:
+    """Return the weight of each message in the loss. Raises UnusableRowError for a weight that has no effect."""
+    roles, weights = [message["role"] for message in messages], [weight_of(message) for message in messages]
+    for role, weight in zip(roles, weights, strict=True):
+        if weight not in ((1.0,) if loss_on == "all" else (0.0, 1.0)) and (loss_on == "all" or role != "assistant"):
+            line = f"a message of {role} has the weight {weight:g}, and --sft-loss-on {loss_on} does not weight it"
+            raise UnusableRowError("weight", line)
+    turns = [index for index, role in enumerate(roles) if role == "assistant" or loss_on == "all"]
+    trained = turns[-1:] if loss_on == "last" else turns
+    return [weight * (index in trained) for index, weight in enumerate(weights)]
+
+
+def weight_of(values: Values, *, is_row: bool = False) -> float:
+    """Return the weight of a message, or of a row, in the loss: the product of what has these keys; 1 without any."""
+    weight = 1.0
+    for name in _ROW_WEIGHTS if is_row else _WEIGHTS:
+        value: Any = values.get(name)
+        try:
+            weight *= 1.0 if value in (None, "") else float(value)
+        except (TypeError, ValueError, OverflowError):
+            weight = math.nan
+        if not 0.0 <= weight < math.inf:
+            raise UnusableRowError("weight", f"{name} is {value!r:.40}, not a weight in the loss, 0 or more")
+    return weight
 
 
 def usable_or_marked(read: Callable[[Values, str], Row]) -> Callable[[Values, str], Row]:
     """Return `read` with rows marked as unusable in place of a DataError."""
 
     def marked(values: Values, row_id: str) -> Row:
-        _refuse_weights(values, row_id)
         try:
             return read(values, row_id)
         except DataError as error:
@@ -116,6 +140,8 @@ def usable_or_marked(read: Callable[[Values, str], Row]) -> Callable[[Values, st
 def _detect(first: Values, data: DataConfig, where: str) -> tuple[str, DataConfig]:
     """Return the form, and `data` with its columns. Columns that are named by options are respected."""
     if (data.input_key, data.label_key) == (DataConfig().input_key, DataConfig().label_key):
+        if "input_ids" in first and "labels" in first:
+            return "tokens", data.model_copy(update={"input_key": "input_ids", "label_key": "labels"})
         if "messages" in first:
             return "messages", data.model_copy(update={"input_key": "messages"})
         if "prompt" in first and ("completion" in first or "label" in first):
@@ -149,6 +175,53 @@ def _text(values: Values, column: str) -> tuple[str, Text]:
     if not isinstance(text, str) or not text:
         raise UnusableRowError("no text", f"the column {column} holds {text!r:.40}, not text")
     return text, Text(text)
+
+
+def _tokens(values: Values, column: str) -> tuple[str, Tokens]:
+    """Return tokens as `datasets` of other trainers have them: a label is the token of its place, or -100."""
+    columns: list[Any] = [values.get(name) for name in (column, "labels")]
+    if not all(isinstance(each, list) and {*map(type, each)} == {int} for each in columns):
+        raise UnusableRowError("tokens", f"{column} and labels hold {columns!r:.60}, not lists of token ids")
+    ids, labels = columns
+    if len(ids) != len(labels) or any(b not in (a, _NO_LOSS) or a < 0 for a, b in zip(ids, labels, strict=True)):
+        line = f"{len(labels)} labels for {len(ids)} tokens of {column}: a label is the token of its own place, not the"
+        raise UnusableRowError("tokens", f"{line} next one, or -100 for no loss")
+    for name, whole in (("attention_mask", [1] * len(ids)), ("position_ids", [*range(len(ids))])):
+        if values.get(name) not in (None, whole):
+            raise UnusableRowError("tokens", f"{name} shows several examples or padding: write one example per row")
+    return " ".join(map(str, ids)), Tokens(ids, [label != _NO_LOSS for label in labels])
+
+
+def episode_of(prompt: Prompt) -> Sequence[Message]:
+    """Return the label as messages that start and end with the assistant, without consecutive assistant messages."""
+    label: Any = written_chat(prompt.label) if isinstance(prompt.label, str) else prompt.label
+    if label is None or label in ("", []):
+        raise UnusableRowError(
+            "no response", f"row {prompt.id} has no response; --label-key names the column that holds it"
+        )
+    if isinstance(label, bool | Mapping):
+        raise UnusableRowError("no response", f"the response of row {prompt.id} is {label!r:.60}, not text or messages")
+    if not isinstance(label, list):
+        return [{"role": "assistant", "content": str(label)}]
+    is_episode = all(isinstance(m, Mapping) and m.get("role") and isinstance(m.get("content"), str) for m in label)
+    for name in ("tool_calls", "function_call", *THOUGHTS):  # their text depends on the template
+        if any(isinstance(m, Mapping) and m.get(name) for m in label):
+            raise DataError(
+                f"--label-key: the response of row {prompt.id} has {name}, which only the chat template can render: "
+                "write the whole conversation into one column `messages`, see docs/sft.md"
+            )
+    is_assistant = [message["role"] == "assistant" for message in label] if is_episode else []
+    if not is_episode or not (is_assistant[0] and is_assistant[-1]) or any(a and b for a, b in pairwise(is_assistant)):
+        raise UnusableRowError(
+            "not an episode",
+            f"the response of row {prompt.id} is a list, {str(label)[:80]}; it is messages with role "
+            "and content, the first and the last of the assistant, and others between its turns",
+        )
+    for message in label:
+        known = _NOT_RENDERED if message["role"] == "assistant" else {*_NOT_RENDERED, "name"}
+        if others := [name for name, value in message.items() if name not in known and value not in (None, "", [])]:
+            warn_once(f"--label-key: no message shows its {', '.join(others)}: write them into content, or remove them")
+    return label
 
 
 def as_message(message: Mapping[str, Any], *, parts: bool = False) -> Message:

@@ -174,6 +174,10 @@ def pack(
     token_ids = _column([sample.token_ids for sample in samples], torch.int64)
     loss_mask = of_next_token(_column([sample.loss_mask for sample in samples], torch.bool))
     loss_positions = positions_of(loss_mask)
+    loss_weights = per_token(weight(sample) for sample in samples)
+    if any(sample.token_weights for sample in samples):
+        token_weights = [sample.token_weights or [1.0] * len(sample.token_ids) for sample in samples]
+        loss_weights *= of_next_token(_column(token_weights, torch.float32))
     batch = PackedBatch(
         input_ids=token_ids,
         labels=of_next_token(token_ids),
@@ -183,7 +187,7 @@ def pack(
         loss_mask=loss_mask,
         loss_positions=loss_positions,
         loss_places=loss_positions.numpy(),
-        loss_weights=per_token(weight(sample) for sample in samples),
+        loss_weights=loss_weights,
         advantages=per_token(sample.advantage for sample in samples),
         rollout_logprobs=of_next_token(_column([sample.rollout_logprobs for sample in samples], torch.float32)),
         num_loss_tokens=totals.num_tokens,

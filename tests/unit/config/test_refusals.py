@@ -137,6 +137,7 @@ COMPUTED = """
 --optimizer muon --tensor-parallel-size 2 | --optimizer muon; --tensor-parallel-size | --optimizer adamw
 --rollout-max-response-len 8192 | --rollout-max-response-len 8192; --max-tokens-per-gpu 8192 | --max-tokens-per-gpu 9000
 --rollout-max-prompt-len 7000 | --rollout-max-prompt-len 7000; --overlong-samples drop | --overlong-samples drop
+--overlong-samples truncate | --overlong-samples truncate; --algorithm sft | --overlong-samples drop
 --rollout-max-batch-tokens 100 | --rollout-max-batch-tokens 100 | --rollout-max-batch-tokens 8192
 --rollout-stop '' | --rollout-stop ''; a text | --rollout-stop x
 --lr-decay-style linear --min-lr 1.0 | --min-lr; --lr | --min-lr 1e-07

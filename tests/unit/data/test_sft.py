@@ -5,7 +5,7 @@ import pytest
 from fsdptrain.config import DataConfig
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
-from fsdptrain.data.sft import sft_sample
+from fsdptrain.data.sft import episode_tokens, make_sample
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Prompt, Sample
@@ -14,7 +14,8 @@ from tests.testing import tiny_tokenizer
 
 def sample_of(label: object) -> Sample:
     tokenizer = tiny_tokenizer()
-    return sft_sample(make_prompt(Row("r", "2+2?", label), tokenizer, data=DataConfig(prompt_data="x")), tokenizer)
+    prompt = make_prompt(Row("r", "2+2?", label), tokenizer, data=DataConfig(prompt_data="x"))
+    return make_sample("r", *episode_tokens(prompt, tokenizer))
 
 
 def test_the_loss_is_on_the_response_and_its_end() -> None:
@@ -66,4 +67,4 @@ def test_the_end_token_is_required() -> None:
     prompt = Prompt("r", [5], "a", label="b")
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
-        sft_sample(prompt, tokenizer)
+        episode_tokens(prompt, tokenizer)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from fsdptrain.config import DataConfig
 from fsdptrain.config.data import SftConfig
 from fsdptrain.data.rows import Row, Rows
-from fsdptrain.data.sft_forms import Conversation, Text, UnusableRowError
+from fsdptrain.data.sft_forms import Conversation, Text, Tokens, UnusableRowError
 from fsdptrain.data.sources import load_rows
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
@@ -39,6 +39,7 @@ def row_of(values: dict[str, Any], sft: SftConfig | None = None, **data: Any) ->
         ({"prompt": [ASK], "completion": [ANSWER]}, "responses in completion", [ASK], [ANSWER]),
         ({"prompt": "2+2?", "label": "4"}, "responses in label", "2+2?", "4"),
         ({"text": "2+2=4"}, "text in the column text", "2+2=4", Text("2+2=4")),
+        ({"text": "x", "input_ids": [5, 6], "labels": [-100, 6]}, "tokens in", "5 6", Tokens([5, 6], [False, True])),
     ],
 )
 def test_the_form_is_detected_by_the_columns_and_logged(values, line, prompt, label, caplog) -> None:
@@ -75,6 +76,8 @@ def test_of_several_forms_the_first_is_taken(values, label) -> None:
         ({"text": "a"}, {}, {"system_prompt": "S"}, "--system-prompt has no effect on .*, which is text"),
         ({"text": "a"}, {"loss_on": "last"}, {}, "--sft-loss-on last has no effect on .*, which is text"),
         ({"query": "a", "answer": "b"}, {}, {"input_key": "query"}, "--label-key 'label' is not a column"),
+        ({"input_ids": [1], "labels": [1]}, {"loss_on": "all"}, {}, "--sft-loss-on all has no effect on .* is tokens"),
+        ({"input_ids": [1]}, {}, {}, "none of the known forms .*input_ids with labels.* its columns are input_ids"),
     ],
 )
 def test_an_unknown_form_is_one_line(values, sft, data, message) -> None:
@@ -103,6 +106,13 @@ def test_an_unknown_form_is_one_line(values, sft, data, message) -> None:
         ({"prompt": None, "label": "x"}, "columns"),
         ({"prompt": "x", "label": "x", "tools": [TOOL]}, "columns"),
         ({"prompt": "x", "label": "x", "chat_template_kwargs": {"a": 1}}, "columns"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "tokens"),  # of the next token
+        ({"input_ids": [1, 2, 3], "labels": [2, 3]}, "tokens"),
+        ({"input_ids": [1, -100], "labels": [1, -100]}, "tokens"),
+        ({"input_ids": [1, 2.0], "labels": [1, 2]}, "tokens"),
+        ({"input_ids": "[1, 2]", "labels": [1, 2]}, "tokens"),
+        ({"input_ids": [1, 0], "labels": [1, -100], "attention_mask": [1, 0]}, "tokens"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "position_ids": [0, 0]}, "tokens"),
     ],
 )
 def test_a_row_with_other_values_than_its_form_needs_is_marked(values, kind) -> None:
@@ -165,32 +175,6 @@ def test_a_chat_that_a_csv_file_holds_as_json_is_a_chat(tmp_path: Path) -> None:
     data = DataConfig(prompt_data=str(path), input_key="messages", label_key="")
     assert [row.prompt for row in load_rows(data, seed=0)] == [[ASK, ANSWER], '[{"role" is what?']
     assert load_rows(DataConfig(prompt_data=str(path)), seed=0, sft=SftConfig())[0].label.messages == [ASK, ANSWER]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"messages": [ASK, {**ANSWER, "weight": 0}]},
-        {"messages": json.dumps([ASK, {**ANSWER, "train": False}])},
-        {"messages": [ASK, {**ANSWER, "loss": False}]},
-        {"messages": [ASK, {**ANSWER, "training": False}]},
-        {"messages": [ASK, {**ANSWER, "weight": 0.5}]},
-        {"messages": [ASK, ANSWER], "weight": 0},
-        {"prompt": "a", "completion": "b", "weight": 0.0},
-        {"prompt": [ASK], "completion": [{**ANSWER, "train": False}]},
-        {"text": "a", "train": False},
-    ],
-)
-def test_a_key_that_leaves_something_out_of_the_loss_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"row dataset:0 has (weight|train|training|loss) "):
-        row_of(values)
-
-
-def test_a_weight_of_1_changes_nothing() -> None:
-    said = {**ANSWER, "weight": 1, "train": True}
-    assert row_of({"messages": [{**ASK, "weight": None}, said], "weight": 1.0, "loss": 2.5}).label == Conversation(
-        [ASK, said]
-    )
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])

@@ -1,6 +1,8 @@
 """Tokens and masks of supervised rows: exact, or an error."""
 
 import json
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -60,7 +62,7 @@ def shown(sample: Sample) -> str:
 
 
 def sample_of(
-    values: dict[str, Any], template: str = CHAT_TEMPLATE, *, limits: dict[str, int] | None = None, **options: Any
+    values: dict[str, Any], template: str = CHAT_TEMPLATE, *, limits: dict[str, Any] | None = None, **options: Any
 ) -> Sample:
     sft = SftConfig(**{name: options.pop(name) for name in ("loss_on",) if name in options})
     data, tokenizer = DataConfig(**{"prompt_data": "x", **options}), tiny_tokenizer()
@@ -161,6 +163,11 @@ MULTI_TURN = CHAT[1:]
             "not an episode",
             "the response of row dataset:0 is a list",
         ),
+        ({"messages": [CHAT[1], say("assistant", "x", weight=-1)]}, TAGS, "weight", "row dataset:0: weight is -1, not"),
+        ({"messages": [say("user", "q", weight=0.5), CHAT[2]]}, TAGS, "weight", "a message of user has the weight 0.5"),
+        ({"prompt": "a", "label": "b", "train": "yes"}, TAGS, "weight", "row dataset:0: train is 'yes', not a weight"),
+        ({"text": "a", "weight": float("nan")}, TAGS, "weight", "weight is nan, not a weight"),
+        ({"text": "a", "train": False}, TAGS, "no trained token", "row dataset:0 has no token to train on"),
     ],
 )
 def test_a_row_without_an_exact_mask_is_an_error(values, template, kind, message) -> None:
@@ -179,6 +186,42 @@ def test_keys_that_the_template_omits_are_named_once(caplog: pytest.LogCaptureFi
     assert "the chat template does not show name, mask: write them into content, or remove them" in caplog.text
     sample_of({"messages": chat}, CHAT_TEMPLATE.replace("m['content']", "m['content'] ~ m['name']"))
     assert "the chat template does not show mask: write" in caplog.text
+    sample_of({"prompt": "?", "label": [say("assistant", "a", mask=0, weight=1)]})
+    assert "--label-key: no message shows its mask: write" in caplog.text
+
+
+def with_weights(messages: list[dict[str, Any]], *weights: float) -> list[dict[str, Any]]:
+    left = list(weights)
+    return [{**m, "weight": left.pop(0)} if m["role"] == "assistant" else m for m in messages]
+
+
+@pytest.mark.parametrize("column", ["messages", "label"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TAGS])
+def test_turns_and_rows_have_weights_and_0_is_a_mask(template: str, column: str) -> None:
+    """In the second turn alone, the masks of a template are exact that renders the first one otherwise."""
+    values, chat = ({"messages": CHAT}, CHAT) if column == "messages" else (EPISODE, EPISODE["label"])
+    sample = sample_of({**values, column: with_weights(chat, 0.5, 1), "weight": 3}, template)
+    assert sample.token_weights
+    assert [weight for weight, _ in groupby(sample.token_weights)] == [0.0, 1.5, 0.0, 3.0]
+    assert sample.loss_mask == sample_of(values, template).loss_mask == [weight > 0 for weight in sample.token_weights]
+    masked = {**values, column: with_weights(chat, 0, 1)}
+    for other in (template, THOUGHTS):
+        assert sample_of(masked, other) == sample_of(values, other, loss_on="last")
+    with pytest.raises(UnusableRowError, match="has the weight 0, and --sft-loss-on all does not weight it"):
+        sample_of(masked, template, loss_on="all")
+
+
+def test_truncation_is_a_row_cut_by_hand_and_tokens_are_the_row_that_was_tokenized() -> None:
+    whole = sample_of({"messages": CHAT})
+    labels = [token if trained else -100 for token, trained in zip(whole.token_ids, whole.loss_mask, strict=True)]
+    first = whole.loss_mask.index(True)
+    for limit in (first + 2, len(labels)):
+        cut = sample_of({"messages": CHAT}, limits={"max_tokens": limit, "overlong": "truncate"})
+        by_hand = sample_of({"input_ids": whole.token_ids[:limit], "labels": labels[:limit]})
+        assert cut == replace(by_hand, truncated=limit < len(labels))
+    for overlong, limit in (("truncate", first), ("drop", len(labels) - 1)):
+        with pytest.raises(UnusableRowError, match=f"--overlong-samples {overlong} leaves out row dataset:0"):
+            sample_of({"messages": CHAT}, limits={"max_tokens": limit, "overlong": overlong})
 
 
 @pytest.mark.parametrize("long", [50, 10])
