@@ -101,18 +101,21 @@ def _is_cached(name: str) -> bool:
 
 def _read_parts(config: Config) -> list[str]:
     """Read what is here, and return lines about it."""
-    lines: list[str] = []
+    lines, read = list[str](), list["Row"]()
     for each, flag in data_configs(config):
         name = each.data.prompt_data
         is_generated = name.startswith(GENERATOR) and name != DataConfig().prompt_data  # the default needs no check
         if is_generated or _is_here(name):
             rows = open_rows(config, each.data, flag=flag, image_key=image_key(config))
-            _ = [rows[index] for index in _spread(len(rows))]
+            read += [rows[index] for index in _spread(len(rows))]
             lines.append(f"{flag} {name}: {len(rows)} rows")
-    if config.environment.environment is not None:
-        from fsdptrain.trainer.samples.environment import find_environment
+    if config.environment.environment:
+        from fsdptrain.trainer.samples.environment import find_environment, name_in, short_names
 
-        find_environment(config.environment.environment)
+        for name in config.environment.environment:
+            find_environment(name)
+        for row in read:
+            name_in(row.metadata, row.id, config.data.environment_key, short_names(config.environment))
     return lines
 
 

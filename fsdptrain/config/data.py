@@ -23,8 +23,7 @@ class DataConfig(Section):
 
     prompt_data: str = Field(default="reasoning_gym:gsm_symbolic", min_length=1)
     """`reasoning_gym:<task>[?key=value&...]`, a .jsonl, .json, .csv, .parquet or .arrow file, a folder or the name of a
-    `datasets` set, e.g. `openai/gsm8k?name=main&split=train`, or `environment` for the rows of --environment. See
-    docs/data.md."""
+    `datasets` set, e.g. `openai/gsm8k?name=main&split=train`, or `environment` for the rows of --environment."""
     input_key: Annotated[str, COLUMN] = "prompt"
     """Column of the prompt: a string or a list of chat messages; `column.key` for a value in a column of mappings. For
     more forms with `--algorithm sft`, see docs/sft.md."""
@@ -32,8 +31,9 @@ class DataConfig(Section):
     """Column of the reference answer, or `column.key` in a column of mappings, e.g. `reward_model.ground_truth`; with
     `--algorithm sft`, of the response: a string or the messages of a conversation."""
     reward_key: Annotated[str | None, COLUMN, RL_ONLY] = None
-    """Column of the rewards that score the row: a name of --reward, e.g. `math`, or a list of them. Default: none, all
-    of them score every row."""
+    """Column of the rewards of --reward that score the row: a name, e.g. `math`, or a list. Default: all score it."""
+    environment_key: Annotated[str | None, COLUMN, RL_ONLY, Requires("environment")] = None
+    """Column of the environment of the row: a name of --environment, e.g. `Calculator`; empty for a single turn."""
     apply_chat_template: bool = True
     """Apply the tokenizer's chat template to prompts. Off: use the text unchanged."""
     chat_template_kwargs: Annotated[dict[str, Any], Requires("apply_chat_template")] = Field(default={})
@@ -52,7 +52,7 @@ class DataConfig(Section):
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.reward_key is not None and len(config.reward.reward) < 2:
             yield f"--reward-key {self.reward_key} has no effect with one reward: name more by --reward"
-        if self.prompt_data == "environment" and config.environment.environment is None:
+        if self.prompt_data == "environment" and not config.environment.environment:
             yield "--prompt-data environment are the rows of an environment: name it by --environment"
         if self.eval_prompt_data:
             from fsdptrain.config.eval_sets import problems
@@ -94,26 +94,27 @@ class EnvironmentConfig(Section):
     NAME = "environment"
     RULES = (Requires("environment", "environment_command"),)
 
-    environment: Annotated[str | None, RL_ONLY] = None
+    environment: Annotated[Names, RL_ONLY] = Field(default=[])
     """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name, see
-    docs/environments.md. Or an agent: `package.module:function`, an async function, see docs/agents.md."""
+    docs/environments.md; several with --environment-key. Or an agent: an async function, see docs/agents.md."""
     environment_command: Annotated[str | None, RL_ONLY, Excludes("environment"), Package("starlette", "agents")] = None
     """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
     environment_kwargs: Annotated[dict[str, Any], Requires("environment")] = Field(default={})
-    """Arguments of the environment's constructor, or of the agent's function."""
+    """Arguments of the constructor, or of the agent's function. With --environment-key, by name of the environment."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum turns per episode. [model responses]"""
     max_observation_len: int = Field(default=512, ge=1)
     """Maximum length of an observation; longer ones are truncated. [tokens]"""
     environment_timeout: Annotated[float | None, NEUTRAL] = Field(default=None, gt=0.0)
-    """Deadline of one environment reply, or of an agent's episode; an episode that misses it is unscored. Default: 60,
-    and for an agent a third of --dist-timeout. [s]"""
+    """Deadline of a reply (60 by default) or an agent's episode (a third of --dist-timeout); else unscored. [s]"""
     environment_workers: Annotated[int, NEUTRAL] = Field(default=32, ge=1)
     """Concurrent environment calls, or episodes of an agent, per rank. [threads]"""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
-        if self.environment is not None:
-            yield from misnamed("--environment", self.environment, (), "environments")
+        for name in self.environment:
+            yield from misnamed("--environment", name, (), "environments")
+        if len(self.environment) > 1 and config.data.environment_key is None:
+            yield f"--environment {' '.join(self.environment)}: choose one, or name each row's by --environment-key"
 
     @property
     def has_episodes(self) -> bool:

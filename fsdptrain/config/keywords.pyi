@@ -13,7 +13,7 @@ class Keywords(TypedDict, total=False):
     model: Section | Mapping[str, Any]
     data: Section | Mapping[str, Any]
     reward: str | list[str] | Section | Mapping[str, Any]
-    environment: str | Section | Mapping[str, Any] | None
+    environment: str | list[str] | Section | Mapping[str, Any]
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "prime_rl", "reinforce", "rloo", "reinforce++_baseline", "opd", "sft"] | Section | Mapping[str, Any]  # noqa: E501
     shaping: Section | Mapping[str, Any]
     selection: Section | Mapping[str, Any]
@@ -56,6 +56,7 @@ class Keywords(TypedDict, total=False):
     input_key: str
     label_key: str
     reward_key: str | None
+    environment_key: str | None
     apply_chat_template: bool
     chat_template_kwargs: dict[str, Any]
     system_prompt: str

@@ -193,6 +193,7 @@ def make_prompt(
 ) -> Prompt:
     """Tokenize a row. Special tokens come from either the template or the tokenizer, never from both."""
     images: Images | None = None
+    data = data.model_copy(update=row.options) if row.options else data
     try:
         if processor is not None:
             from fsdptrain.data.images import read_images

@@ -18,6 +18,7 @@ class Row:
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Any, ...] = ()  # unopened images: see data/images.py
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the section data, for this row alone
 
 
 class Rows(Protocol):

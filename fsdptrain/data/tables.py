@@ -90,7 +90,7 @@ def row_reader(
         if read is not None:
             return read
     options = {"--input-key": data.input_key, "--label-key": data.label_key, "--reward-key": data.reward_key}
-    for option, column in {**options, "--image-key": image_key}.items():
+    for option, column in {**options, "--environment-key": data.environment_key, "--image-key": image_key}.items():
         if column is not None:
             _check_column(option, column, first, where=where)
     columns = partial(_read_columns, data=data, image_key=image_key, folder=folder)

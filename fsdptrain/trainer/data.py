@@ -49,6 +49,9 @@ def build_data(
         from fsdptrain.data.held_out import hold_out
 
         rows, held_out = hold_out(config, rows, image_key, eval_dataset)
+    if environment is not None:
+        rows, *sets = (environment.rows_of(each, config, tokenizer) for each in (rows, *held_out.values()))
+        held_out = {name: [own[i] for i in range(len(own))] for name, own in zip(held_out, sets, strict=True)}
     make = supervised_prompt(config, tokenizer, processor)
     stream = PromptStream(
         rows,
@@ -106,6 +109,6 @@ def _rows(
     from fsdptrain.data.tables import environment_rows
 
     if environment is None or environment.dataset is None:
-        name = config.environment.environment
+        name = " ".join(config.environment.environment)
         raise DataError(f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; set other data")
     return environment_rows(environment.dataset())

@@ -44,7 +44,7 @@ class Evaluation:
 
     def _run(self, config: Config, name: str, sampling: SamplingParams, suffix: str) -> tuple[Metrics, list[Shown]]:
         made = self.sampler.sample(self.prompts[name], sampling, Stopwatch())
-        threshold, by_row = config.reward.pass_threshold, config.data.reward_key is not None
+        threshold, by_row = config.reward.pass_threshold, bool(config.data.reward_key or config.data.environment_key)
         metrics = evaluation_metrics(
             made.samples, num_samples=sampling.num_samples, name=name + suffix, correct_reward=threshold, by_row=by_row
         )

@@ -30,7 +30,7 @@ from fsdptrain.model.loading.files import weight_files
 from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.trainer.data import RunData
 from fsdptrain.trainer.run_dir import RunFolder
-from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
+from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment, Mixture
 from fsdptrain.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,8 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def source_of(function: Any) -> str:
     """Digest the file that defines a function or the class of an object, and the user's modules that it imports."""
+    if isinstance(function, Mixture):
+        return _digest({name: source_of(each.environment) for name, each in function.environments.items()})
     function = function.function if isinstance(function, Agent) else function
     if isinstance(function, partial):
         return _digest(source_of(function.func), function.args, function.keywords)

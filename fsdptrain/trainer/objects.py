@@ -50,7 +50,7 @@ def config_naming(
     config = _with_paths(config, given)
     config = config if dataset is None else _with_rows(config)
     config = config if eval_dataset is None else _with_evaluation_rows(config)
-    return config, {str(config.value(flat)): instance for flat, instance in given.items()}
+    return config, {path_of(instance): instance for instance in given.values()}
 
 
 def _constructor(given: Any, methods: Sequence[str]) -> Any:

@@ -74,7 +74,8 @@ class Reporter:
 
     def sample_metrics(self, rollout: RolloutBatch, step: int) -> Metrics:
         """Of the samples to train on, when the policy has version `step`."""
-        found = metrics.sample_metrics(rollout, by_row=self._config.data.reward_key is not None) | rollout.metrics
+        data = self._config.data
+        found = metrics.sample_metrics(rollout, by_row=bool(data.reward_key or data.environment_key)) | rollout.metrics
         if self._config.sync.max_staleness:
             from fsdptrain.trainer.token_metrics import staleness_metrics
 

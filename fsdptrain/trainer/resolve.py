@@ -41,7 +41,7 @@ def load_environment(config: Config) -> "LoadedEnvironment | None":
     from fsdptrain.trainer.samples.environment import build_environment
 
     with raise_on_all_ranks(ConfigError, "--environment"):
-        return build_environment(config.environment)
+        return build_environment(config.environment, config.data.environment_key)
 
 
 def open_tokenizer(config: Config, checkpoint: Path, processor: "PromptProcessor | None") -> PreTrainedTokenizerBase:

@@ -9,6 +9,7 @@ from examples import stages
 from examples.calculator import train as calculator
 from tests.e2e import command
 from tests.e2e.command import rows_of, trained
+from tests.testing import write_rows
 
 GRPO = [*calculator.ENVIRONMENT, *calculator.TASK, *stages.GRPO, *stages.BOTH]
 
@@ -42,3 +43,21 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
     pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|user\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
     for a, b, heard, answer in (re.fullmatch(pattern, row["response"]).groups() for row in shown):  # type: ignore[union-attr]
         assert int(a) * int(b) == int(heard) == int(answer)
+
+
+def test_one_run_mixes_environments_and_single_turns_and_reports_each(checkpoint: Path, tmp_path: Path) -> None:
+    tasks = [("Calculator", "exact"), ("GuessNumber", "environment"), ("", "exact")]
+    rows = [{"prompt": f"{env}{i}", "label": "4", "env": env, "score": score} for i in range(8) for env, score in tasks]
+    argv = ["--environment", "examples.calculator.calculator:Calculator", "examples.guess_number.game:GuessNumber"]
+    argv += ["--environment-key", "env", "--reward", "exact", "environment", "--reward-key", "score", "--no-bf16"]
+    argv += ["--prompt-data", str(write_rows(tmp_path / "rows.jsonl", rows)), "--num-rollout", "1", "--eval-size", "8"]
+    argv += ["--rollout-batch-size", "16", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8", "--log-to"]
+    logged = command.train(checkpoint, tmp_path, *argv)
+    for each in ("Calculator", "GuessNumber", "single_turn"):
+        assert {f"reward/environment/{each}", f"eval/heldout/reward_environment/{each}"} <= set().union(*logged)
+    write_rows(tmp_path / "rows.jsonl", [*rows, {**rows[0], "env": "Game"}])
+    result = command.run(["--dry-run", "--hf-checkpoint", str(checkpoint), *argv], tmp_path)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert (
+        "--environment-key env: row rows.jsonl:24 has 'Game', --environment has Calculator, GuessNumber" in result.err
+    )

@@ -1,19 +1,24 @@
-"""Load the environment selected by `--environment`."""
+"""Load what `--environment` names: an environment, an agent, or with `--environment-key` several environments."""
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from fsdptrain import registry
 from fsdptrain.config import Config, EnvironmentConfig
-from fsdptrain.errors import ConfigError
+from fsdptrain.data.prompts import check_template
+from fsdptrain.data.rows import Row, Rows
+from fsdptrain.data.tables import value_in
+from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.protocols import Environment
-from fsdptrain.types import Prompt
+from fsdptrain.rewards.values import RewardResult
+from fsdptrain.types import Prompt, Turn
 
 FLAG = "--environment"
 
@@ -32,7 +37,7 @@ class Agent:
 class LoadedEnvironment:
     """An environment or an agent, and its optional attributes."""
 
-    environment: Environment | Agent
+    environment: "Environment | Agent | Mixture"
     finish: Callable[[Any], Reward] | None = None  # after the last turn, also on errors: final reward, frees the state
     dataset: Callable[[], Sequence[Mapping[str, Any]]] | None = None  # prompt, label, metadata per row
     system_prompt: str | None = None  # for --system-prompt auto
@@ -54,37 +59,115 @@ class LoadedEnvironment:
             try:
                 tools = json.loads(json.dumps(schemas))
             except TypeError as error:
-                name = config.environment.environment
+                name = " ".join(config.environment.environment)
                 raise ConfigError(f"--environment {name}: its tools must be JSON schemas: {error}") from error
             values["chat_template_kwargs"] = {**config.data.chat_template_kwargs, "tools": tools}
         return values
 
+    def of(self, prompt: Prompt) -> "LoadedEnvironment":
+        """Return the environment of a row."""
+        mixture = self.environment
+        if not isinstance(mixture, Mixture):
+            return self
+        return mixture.environments[name_in(prompt.metadata, prompt.id, mixture.key, mixture.environments)]
 
-def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
+    def rows_of(self, rows: Rows, config: Config, tokenizer: PreTrainedTokenizerBase) -> Rows:
+        """Return the rows with the options of their environments. Reading a row checks the name of its environment."""
+        if not isinstance(self.environment, Mixture):
+            return rows
+        options = {name: each.values_for(config) for name, each in self.environment.environments.items()}
+        for values in options.values():
+            check_template(tokenizer, config.data.model_copy(update=values))
+        return _MixtureRows(rows, self.environment.key, options)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Environments by name. The column `key`, --environment-key, names that of a row; "" is a single turn."""
+
+    key: str
+    environments: Mapping[str, LoadedEnvironment]
+
+    def tagged(self, result: RewardResult, prompt: Prompt) -> RewardResult:
+        """Return the result with the reward once more under the name of the environment, for metrics."""
+        tag = f"environment/{name_in(prompt.metadata, prompt.id, self.key, self.environments) or 'single_turn'}"
+        return replace(result, rewards={**result.rewards, tag: result.reward or 0.0})
+
+
+@dataclass(frozen=True)
+class _MixtureRows:
+    rows: Rows
+    key: str
+    options: Mapping[str, Mapping[str, Any]]  # of prompts, by environment
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        row = self.rows[index]
+        return replace(row, options=self.options[name_in(row.metadata, row.id, self.key, self.options)])
+
+
+class _SingleTurn:
+    def reset(self, prompt: Prompt, seed: int) -> None: ...
+
+    def step(self, state: None, response: str) -> Turn:
+        return Turn(done=True)
+
+
+def name_in(metadata: Mapping[str, Any], row_id: str, key: str | None, names: Iterable[str]) -> str:
+    """Return the name of the environment of a row; "" for a single turn. Raises DataError if it is not in `names`."""
+    name: Any = None if key is None else value_in(metadata, key)
+    if name in (None, ""):
+        return ""
+    if name not in [*names]:
+        known = ", ".join(filter(None, names))
+        raise DataError(f"--environment-key {key}: row {row_id} has {name!r:.80}, --environment has {known}")
+    return name
+
+
+def short_names(config: EnvironmentConfig) -> dict[str, str]:
+    """Return --environment by name: what follows the colon, or all of it if several end alike."""
+    ends = [path.rpartition(":")[2] for path in config.environment]
+    return {end if ends.count(end) == 1 else path: path for end, path in zip(ends, config.environment, strict=True)}
+
+
+def build_environment(config: EnvironmentConfig, key: str | None = None) -> LoadedEnvironment | None:
     """Build the environment named in `config` with its --environment-kwargs. None if no environment is named.
 
-    A class is instantiated once. An async function `(client, prompt)` is an agent.
+    A class is instantiated once. An async function `(client, prompt)` is an agent. key: --environment-key.
 
     Raises ConfigError for any other object, and for arguments that it does not accept.
     """
     if config.environment_command is not None:
         return LoadedEnvironment(Agent(None, config.environment_command))
-    if config.environment is None:
-        return None
-    made = _make(config.environment, config.environment_kwargs)
+    if key is None:
+        return _load(config.environment[0], config.environment_kwargs) if config.environment else None
+    paths, arguments = short_names(config), config.environment_kwargs
+    if wrong := [name for name in arguments if name not in paths or not isinstance(arguments[name], Mapping)]:
+        names = f"{', '.join(paths)} with --environment-key"
+        raise ConfigError(f"--environment-kwargs {wrong[0]}: it is NAME='{{argument: value}}' of {names}")
+    loaded = {name: _load(path, arguments.get(name, {})) for name, path in paths.items()}
+    if agents := [name for name, each in loaded.items() if each.is_agent]:
+        raise ConfigError(f"--environment {agents[0]}: an agent is not one of several environments: run it alone")
+    return LoadedEnvironment(Mixture(key, {"": LoadedEnvironment(_SingleTurn()), **loaded}))
+
+
+def _load(name: str, kwargs: Mapping[str, Any]) -> LoadedEnvironment:
+    made = _make(name, kwargs)
     if isinstance(made, Agent):
         return LoadedEnvironment(made)
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(
-                f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or an async "
+                f"{FLAG} {name} has no method {method}: it is a class with reset and step, or an async "
                 "function (client, prompt) -> reward"
             )
     optional = [each for each in fields(LoadedEnvironment) if each.name != "environment"]
     found: dict[str, Any] = {each.name: getattr(made, each.name, each.default) for each in optional}
     for method in ("finish", "dataset"):
         if found[method] is not None and not callable(found[method]):
-            raise ConfigError(f"{FLAG} {config.environment}: {method} must be a method, got {found[method]!r:.80}")
+            raise ConfigError(f"{FLAG} {name}: {method} must be a method, got {found[method]!r:.80}")
     return LoadedEnvironment(made, **found)
 
 

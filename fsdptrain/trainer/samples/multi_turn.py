@@ -19,7 +19,7 @@ from fsdptrain.rewards.parallel import ParallelReward
 from fsdptrain.rewards.values import RewardResult, to_result
 from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.phases import Stopwatch
-from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment
+from fsdptrain.trainer.samples.environment import Agent, LoadedEnvironment, Mixture
 from fsdptrain.trainer.samples.episode_rewards import compute_episode_rewards
 from fsdptrain.trainer.samples.single_turn import GenerationRound, generate_with, rollout_errors, text_of
 from fsdptrain.types import Completion, Message, Prompt, Sample, SamplingParams, Turn
@@ -154,6 +154,9 @@ class MultiTurn:
         with rollout_errors(in_flight=in_flight), watch("reward"):
             self._finish(episodes)
             results = compute_episode_rewards(self.reward, episodes)
+            if isinstance(mixture := self.environment.environment, Mixture):
+                pairs = zip(results.results, episodes, strict=True)
+                results = replace(results, results=[mixture.tagged(result, each.prompt) for result, each in pairs])
             return GenerationRound(
                 samples=[_sample(*row) for row in zip(episodes, results.results, strict=True)],
                 prompts=[episode.prompt for episode in episodes],
@@ -181,8 +184,8 @@ class MultiTurn:
                 episode.add_observation(as_messages(turn.observation), ids)
 
     def _step(self, episode: Conversation, seed: int) -> Callable[[], Turn]:
-        environment, response = self.environment.environment, episode.response
-        assert not isinstance(environment, Agent)
+        environment, response = self.environment.of(episode.prompt).environment, episode.response
+        assert not isinstance(environment, Agent | Mixture)
 
         def call() -> Turn:
             if episode.state is _NEVER:
@@ -195,14 +198,13 @@ class MultiTurn:
 
     def _finish(self, episodes: Sequence[Conversation]) -> None:
         """Call `finish` of the environment for all started episodes. Failed episodes may hold resources too."""
-        if (finish := self.environment.finish) is None:
-            return
-        begun = [episode for episode in episodes if episode.state is not _NEVER]
+        begun = [(e, self.environment.of(e.prompt).finish) for e in episodes if e.state is not _NEVER]
+        ending = [(episode, finish) for episode, finish in begun if finish is not None]
 
-        def end(episode: Conversation) -> None:
+        def end(episode: Conversation, finish: Callable[[Any], Any]) -> None:
             episode.add_reward(finish(episode.state))
 
-        for episode, ended in zip(begun, self.threads.run([partial(end, e) for e in begun]), strict=True):
+        for (episode, _), ended in zip(ending, self.threads.run([partial(end, *e) for e in ending]), strict=True):
             if isinstance(ended, Exception):
                 episode.fail(ended)
 

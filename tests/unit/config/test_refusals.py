@@ -143,6 +143,7 @@ COMPUTED = """
 --lr-decay-style linear --min-lr 1.0 | --min-lr; --lr | --min-lr 1e-07
 --lr-decay-style cosine --lr-warmup-iters 200 | --lr-warmup-iters 200 | --lr-warmup-iters 199
 --reward-key task --prompt-data a.jsonl | --reward-key task; --reward | --reward math code
+--environment my:A my:B --prompt-data a.jsonl | --environment my:A my:B; --environment-key | --environment-key env
 --log-to wand | --log-to; 'wand'; wandb | --log-to wandb
 --log-to console console | --log-to; twice | --log-to console
 --log-project p | --log-project; trackio | --log-to trackio
@@ -210,6 +211,7 @@ DATA_REFUSED = [
     ({"input_key": "question"}, ["--input-key", "reasoning_gym"], {"prompt_data": "a.jsonl"}),
     ({"label_key": "question"}, ["--label-key"], {"prompt_data": "a.jsonl"}),
     ({"reward_key": "task", "reward": ["math", "code"]}, ["--reward-key"], {"prompt_data": "a.jsonl"}),
+    ({"environment_key": "env", "environment": ["a:A"]}, ["--environment-key"], {"prompt_data": "a.jsonl"}),
     ({"image_key": "images"}, ["--image-key", "no columns"], {"prompt_data": "a.jsonl"}),
 ]  # fmt: skip
 

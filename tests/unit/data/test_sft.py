@@ -18,24 +18,6 @@ def sample_of(label: object) -> Sample:
     return make_sample("r", *episode_tokens(prompt, tokenizer))
 
 
-def test_the_loss_is_on_the_response_and_its_end() -> None:
-    sample = sample_of("four")
-    trained = [token for token, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
-    assert tiny_tokenizer().decode(sample.token_ids) == "<|user|>2+2?<|end|><|assistant|>four<|end|>"
-    assert tiny_tokenizer().decode(trained) == "four<|end|>"
-    assert sample.loss_mask == sorted(sample.loss_mask)
-    assert (sample.reward, sample.advantage) == (None, 1.0)
-    assert sample.rollout_logprobs == [0.0] * len(sample.token_ids)
-
-
-def test_a_response_ends_once() -> None:
-    assert sample_of("four<|end|>") == sample_of("four")
-
-
-def test_a_number_is_a_response() -> None:
-    assert tiny_tokenizer().decode(sample_of(4).token_ids).endswith("4<|end|>")
-
-
 def test_tool_calls_are_refused_and_not_left_out() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
     with pytest.raises(DataError, match="the response of row r has tool_calls"):
@@ -43,12 +25,6 @@ def test_tool_calls_are_refused_and_not_left_out() -> None:
     rows = as_rows([{"prompt": "2+2?", "label": "4", "tools": [{"name": "add"}]}], DataConfig(prompt_data="x"))
     with pytest.raises(DataError, match="row dataset:0 has a column `tools`"):
         rows[0]
-
-
-@pytest.mark.parametrize("label", [None, ""])
-def test_a_row_without_response_is_an_error(label: object) -> None:
-    with pytest.raises(DataError, match="row r has no response; --label-key"):
-        sample_of(label)
 
 
 ASK, TOLD, ANSWER = ({"role": r, "content": c} for r, c in (("assistant", "ask"), ("tool", "4"), ("assistant", "four")))

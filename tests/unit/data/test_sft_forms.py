@@ -34,15 +34,22 @@ def row_of(values: dict[str, Any], sft: SftConfig | None = None, **data: Any) ->
 @pytest.mark.parametrize(
     ("values", "line", "prompt", "label"),
     [
-        ({"messages": [ASK, ANSWER]}, "messages in the column messages", [ASK, ANSWER], Conversation([ASK, ANSWER])),
+        (
+            {"text": "x", "messages": [ASK, ANSWER]},
+            "in the column messages",
+            [ASK, ANSWER],
+            Conversation([ASK, ANSWER]),
+        ),
         ({"prompt": "2+2?", "completion": "4"}, "prompts in the column prompt, responses in completion", "2+2?", "4"),
-        ({"prompt": [ASK], "completion": [ANSWER]}, "responses in completion", [ASK], [ANSWER]),
-        ({"prompt": "2+2?", "label": "4"}, "responses in label", "2+2?", "4"),
+        ({"prompt": [ASK], "label": "x", "completion": [ANSWER]}, "responses in completion", [ASK], [ANSWER]),
+        ({"prompt": "2+2?", "label": "4", "text": "x"}, "responses in label", "2+2?", "4"),
         ({"text": "2+2=4"}, "text in the column text", "2+2=4", Text("2+2=4")),
         ({"text": "x", "input_ids": [5, 6], "labels": [-100, 6]}, "tokens in", "5 6", Tokens([5, 6], [False, True])),
     ],
 )
-def test_the_form_is_detected_by_the_columns_and_logged(values, line, prompt, label, caplog) -> None:
+def test_the_form_is_detected_by_the_columns_of_which_the_first_are_taken_and_logged(
+    values, line, prompt, label, caplog
+) -> None:
     caplog.set_level(logging.INFO)
     row = row_of(values)
     assert (row.prompt, row.label) == (prompt, label)
@@ -53,18 +60,6 @@ def test_options_that_name_columns_are_respected() -> None:
     assert row_of({"query": "2+2?", "response": "4", "text": "x"}, input_key="query", label_key="response").label == "4"
     assert row_of({"chat": [ASK, ANSWER]}, input_key="chat").label == Conversation([ASK, ANSWER])
     assert row_of({"body": "2+2=4", "text": "x"}, input_key="body", label_key="").label == Text("2+2=4")
-
-
-@pytest.mark.parametrize(
-    ("values", "label"),
-    [
-        ({"text": "x", "messages": [ASK, ANSWER]}, Conversation([ASK, ANSWER])),
-        ({"prompt": "a", "label": "x", "completion": "4"}, "4"),
-        ({"prompt": "a", "label": "4", "text": "x"}, "4"),
-    ],
-)
-def test_of_several_forms_the_first_is_taken(values, label) -> None:
-    assert row_of(values).label == label
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ def test_the_loss_of_a_conversation_is_on_the_chosen_turns(template: str, loss_o
         ({"text": "abc"}, {}, "«abc<|end|>»"),
         ({"text": "abc<|end|>"}, {}, "«abc<|end|>»"),
         ({"prompt": "2+2?", "completion": "4"}, {}, "<|user|>2+2?<|end|><|assistant|>«4<|end|>»"),
+        ({"prompt": "2+2?", "label": 4}, {}, "<|user|>2+2?<|end|><|assistant|>«4<|end|>»"),
+        ({"prompt": "2+2?", "label": "4<|end|>"}, {}, "<|user|>2+2?<|end|><|assistant|>«4<|end|>»"),
         ({"prompt": "?", "label": json.dumps(CHAT[2:3])}, {}, "<|user|>?<|end|><|assistant|>«one<|end|>»"),
         ({"prompt": "2+2=", "completion": "4"}, {"apply_chat_template": False}, "2+2=«4<|end|>»"),
         ({"prompt": "2+2=", "completion": "4"}, {"apply_chat_template": False, "loss_on": "all"}, "«2+2=4<|end|>»"),
@@ -154,6 +156,7 @@ MULTI_TURN = CHAT[1:]
         ({"messages": CHAT[2:3]}, CHAT_TEMPLATE, "inexact mask", "begins with the assistant"),
         ({"text": "\ud83d"}, TAGS, "template", "row dataset:0: a text has half of a surrogate pair"),
         ({"messages": "hello"}, TAGS, "no messages", "row dataset:0: the column messages holds 'hello'"),
+        ({"prompt": "a", "label": ""}, TAGS, "no response", "row dataset:0 has no response"),
         ({"prompt": "a", "label": None}, TAGS, "no response", "row dataset:0 has no response"),
         ({"prompt": "a", "label": True}, TAGS, "no response", "the response of row dataset:0 is True, not text"),
         ({"prompt": "a", "label": {"b": 1}}, TAGS, "no response", "row dataset:0 is {'b': 1}, not text"),
@@ -190,21 +193,17 @@ def test_keys_that_the_template_omits_are_named_once(caplog: pytest.LogCaptureFi
     assert "--label-key: no message shows its mask: write" in caplog.text
 
 
-def with_weights(messages: list[dict[str, Any]], *weights: float) -> list[dict[str, Any]]:
-    left = list(weights)
-    return [{**m, "weight": left.pop(0)} if m["role"] == "assistant" else m for m in messages]
-
-
-@pytest.mark.parametrize("column", ["messages", "label"])
+@pytest.mark.parametrize(("column", "values"), [("messages", {"messages": CHAT}), ("label", EPISODE)])
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, TAGS])
-def test_turns_and_rows_have_weights_and_0_is_a_mask(template: str, column: str) -> None:
-    """In the second turn alone, the masks of a template are exact that renders the first one otherwise."""
-    values, chat = ({"messages": CHAT}, CHAT) if column == "messages" else (EPISODE, EPISODE["label"])
-    sample = sample_of({**values, column: with_weights(chat, 0.5, 1), "weight": 3}, template)
+def test_turns_and_rows_have_weights_and_0_is_a_mask(template: str, column: str, values: dict[str, Any]) -> None:
+    first, chat = next(i for i, m in enumerate(values[column]) if m["role"] == "assistant"), values[column]
+    half, masked = (
+        {**values, column: [*chat[:first], {**chat[first], "weight": w}, *chat[first + 1 :]]} for w in (0.5, 0)
+    )
+    sample = sample_of({**half, "weight": 3}, template)
     assert sample.token_weights
     assert [weight for weight, _ in groupby(sample.token_weights)] == [0.0, 1.5, 0.0, 3.0]
     assert sample.loss_mask == sample_of(values, template).loss_mask == [weight > 0 for weight in sample.token_weights]
-    masked = {**values, column: with_weights(chat, 0, 1)}
     for other in (template, THOUGHTS):
         assert sample_of(masked, other) == sample_of(values, other, loss_on="last")
     with pytest.raises(UnusableRowError, match="has the weight 0, and --sft-loss-on all does not weight it"):
@@ -213,6 +212,7 @@ def test_turns_and_rows_have_weights_and_0_is_a_mask(template: str, column: str)
 
 def test_truncation_is_a_row_cut_by_hand_and_tokens_are_the_row_that_was_tokenized() -> None:
     whole = sample_of({"messages": CHAT})
+    assert (whole.reward, whole.advantage, whole.rollout_logprobs) == (None, 1.0, [0.0] * len(whole.token_ids))
     labels = [token if trained else -100 for token, trained in zip(whole.token_ids, whole.loss_mask, strict=True)]
     first = whole.loss_mask.index(True)
     for limit in (first + 2, len(labels)):

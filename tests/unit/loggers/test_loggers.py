@@ -20,12 +20,15 @@ from fsdptrain.loggers.dashboards import _is_closed, shared_options
 from fsdptrain.loggers.jsonl import JsonlLogger
 
 TEXTS = [
-    *("prompt_data", "system_prompt", "input_key", "label_key", "ref_load", "environment"),
+    *("prompt_data", "system_prompt", "input_key", "label_key", "ref_load", "environment_key"),
     *("environment_command", "weight_sync_dir", "megatron_spec", "rollout_server_python", "image_key", "opd_teacher"),
     *("hf_checkpoint", "output_dir", "resume", "profile_steps", "reward_key", "stop_when", "eval_metric", "lora_init"),
 ]
 LISTS, DICTS = (
-    ["reward", "lora_targets", "rollout_urls", "rollout_stop", "eval_prompt_data", "freeze", "lora_modules_to_save"],
+    [
+        *("reward", "lora_targets", "rollout_urls", "rollout_stop", "eval_prompt_data", "freeze"),
+        *("lora_modules_to_save", "environment"),
+    ],
     ["chat_template_kwargs", "environment_kwargs", "rollout_engine_args", "eval_set_options", "lr_scale"],
 )
 SECRETS = {name: f"/home/me/sk-{number:02d}-secret" for number, name in enumerate([*TEXTS, *LISTS, *DICTS])}

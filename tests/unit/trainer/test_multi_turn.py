@@ -19,7 +19,7 @@ from fsdptrain.rewards.functions import environment as environment_reward
 from fsdptrain.rewards.functions import exact
 from fsdptrain.threads import StepThreads
 from fsdptrain.trainer.phases import Stopwatch
-from fsdptrain.trainer.samples.environment import LoadedEnvironment
+from fsdptrain.trainer.samples.environment import LoadedEnvironment, Mixture, _SingleTurn
 from fsdptrain.trainer.samples.multi_turn import MultiTurn, prompt_seed
 from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
 from fsdptrain.types import NO_ROUTE, Completion, Prompt, SamplingParams, Turn
@@ -278,3 +278,15 @@ def test_a_rank_without_prompts_calls_the_engine_and_returns_nothing():
     assert len(engine.asked) == 1  # collective
     single = SingleTurn(engine, in_process(exact), TOKENIZER).sample([], SamplingParams(2, 9), Stopwatch())
     assert (single.samples, single.texts) == ([], [])
+
+
+def test_a_row_is_played_in_its_environment_or_is_a_single_turn() -> None:
+    two, ended = Scripted(lambda turn, _: Turn("more", done=turn == 2)), list[Any]()
+    mixture = Mixture("env", {"": LoadedEnvironment(_SingleTurn()), "Two": LoadedEnvironment(two, ended.append)})
+    prompts = [replace(prompt, metadata={"env": name}) for prompt, name in zip(PROMPTS, ("Two", None), strict=True)]
+    made, engine = play(mixture, prompts=prompts, reward=exact)
+    sampling = SamplingParams(num_samples=2, max_tokens=200, stop_token_ids=ENDS, seed=7)
+    alone = SingleTurn(engine, in_process(exact), TOKENIZER).sample(prompts[1:], sampling, Stopwatch())
+    assert made.samples[2:] == [replace(s, rewards={"environment/single_turn": 1.0}) for s in alone.samples]
+    assert [sample.rewards for sample in made.samples[:2]] == [{"environment/Two": 1.0}] * 2
+    assert (made.samples[0].num_generated, len(ended)) == (2 * made.samples[2].num_generated, 2)
