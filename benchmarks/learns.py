@@ -39,6 +39,7 @@ def train(folder: Path) -> list[float]:
         rollout_max_response_len=16,
         lr=1e-2,
         adam_beta2=0.99,
+        kl_loss_coef=0.0,
         eval_interval=0,
     )
     rows = [{"prompt": f"{number}: write a", "label": ""} for number in range(64)]

@@ -136,6 +136,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
         max_tokens_per_gpu=case.tokens,
         rollout_max_response_len=max(1, case.tokens // 2),
         lr=1e-6,
+        kl_loss_coef=0.0,
         seed=options.seed,
         **BASE | VARIANTS[case.variant] | ADAPTERS[case.adapter],
     )

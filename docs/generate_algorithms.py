@@ -69,6 +69,12 @@ the old policy, and therefore support `--use-rollout-logprobs`, `--use-opsm` and
 KL_HEAD = """
 kl_t is an estimate of KL(policy || reference) for one token, from its log ratio l - lf (GRPO, arXiv 2402.03300).
 `--kl-loss-coef` times kl_t is added to the loss of each token, before aggregation: use k2 or k3, for their gradients.
+
+The reference is the model as it was at the start, or `--ref-load`. Its weights are on the host, each rank's own shard
+in float32, and are exchanged with those of the policy once per rollout, bitwise in both directions: it takes no device
+memory. With LoRA it is the model without its adapter. It costs one forward pass per rollout, and samples with advantage
+0 are not skipped, because the KL term has a gradient there too. `--algorithm grpo` has it by default, with the
+coefficient of verl's examples; `--kl-loss-coef 0` leaves it out, and no other algorithm has one unless you set it.
 """
 
 ADVANTAGE_HEAD = """

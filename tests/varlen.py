@@ -1,4 +1,4 @@
-"""The documented meaning of torch.nn.attention.varlen.varlen_attn, and dense attention, in plain torch."""
+"""What torch's varlen_attn and flash_attn_varlen_func of flash-attn are documented to do, and dense attention."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,8 +32,23 @@ def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *limits: Any, scale: float, win
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0, "the flash kernels require multiples of 8"
     assert gqa == ({"enable_gqa": True} if varlen._VARLEN_HAS_GQA_FLAG else {})
-    (left, right), of_queries, of_keys = window_size, limits[0].tolist(), limits[1].tolist()
-    assert right == 0
+    assert window_size[1] == 0
+    return _by_segment(q, k, v, *limits, scale=scale, left=window_size[0])
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """The signature of flash-attn 2.8. On [T, heads, width]."""
+    assert causal
+    assert (dropout_p, softcap, alibi_slopes, return_attn_probs, block_table) == (0.0, 0.0, None, False, None)
+    limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _by_segment(q, k, v, *limits, scale=softmax_scale, left=window_size[0])
+
+
+def _by_segment(q: Tensor, k: Tensor, v: Tensor, *limits: Any, scale: float, left: int) -> Tensor:
+    of_queries, of_keys = limits[0].tolist(), limits[1].tolist()
     assert limits[2:] == tuple(max(b - a for a, b in pairwise(ends)) for ends in (of_queries, of_keys))
     parts = []
     for (a, b), (c, d) in zip(pairwise(of_queries), pairwise(of_keys), strict=True):

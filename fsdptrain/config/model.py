@@ -47,8 +47,8 @@ class ModelConfig(Section):
     attn_implementation: Annotated[
         Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], NEUTRAL, FSDP_ONLY
     ] = "auto"
-    """Attention over packs. `auto`: flash-attn 3 on Hopper if installed, else varlen on CUDA, else
-    per-segment sdpa."""
+    """Attention over packs. `auto`: flash-attn 3 on Hopper if installed, else varlen on CUDA, else the plug-in of the
+    device (docs/platforms.md), else per-segment sdpa."""
     layout: Annotated[Literal["auto", "packed", "padded"], NEUTRAL, FSDP_ONLY] = "auto"
     """Layout of sequences in the model. `auto`: packed if a probe of the model proves it exact, else padded."""
     bf16: Annotated[bool | Literal["auto"], TUNING] = "auto"

@@ -71,7 +71,7 @@ MISMATCH_BOUNDS: Mapping[str, tuple[float, float]] = {  # correction -> defaults
 LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
 
 PRESETS: Mapping[str, Preset] = {
-    "grpo": Preset("grpo"),
+    "grpo": Preset("grpo", options={"kl_loss_coef": 0.001}),  # as published; the coefficient is that of verl's examples
     "dapo": Preset("grpo", options={"eps_clip_high": 0.28}, beside={"dynamic_sampling": True, "overlong_penalty": 1.0}),
     "dr_grpo": Preset("grpo", loss_aggregation="fixed_length", advantage_estimator="dr_grpo"),
     "gspo": Preset("gspo", loss_aggregation="sequence_mean"),

@@ -88,11 +88,14 @@ class FSDPBackend:
             config, self.checkpoint_path, self._meshes, features=self.features, before_load=before_load
         )
         self._reference = None
+        self.lines: list[str] = []
         if config.needs_reference:
-            from fsdptrain.fsdp.reference import choose_bank
+            from fsdptrain.fsdp.reference import choose_bank, reference_line
 
             self._reference = choose_bank(self._model, config, self.features, bank)
+            self.lines.append(reference_line(self._reference))
         self.layout_probe = self._verify_model()
+        self.lines.append(self.layout_probe.line)
         fp16, fix = config.model.fp16, config.precision_fix
         with raise_on_all_ranks(ConfigError, "--optimizer"):
             self._optimizer = Optimizer(
@@ -106,10 +109,6 @@ class FSDPBackend:
     @property
     def hf_config(self) -> PreTrainedConfig:
         return self._model.config
-
-    @property
-    def lines(self) -> list[str]:
-        return [self.layout_probe.line]
 
     def kernels(self) -> "list[Kernel]":
         from fsdptrain.model.probes.kernels import kernels

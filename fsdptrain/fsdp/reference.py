@@ -36,6 +36,10 @@ class ReferenceBank:
         live = self._live_tensors(source)
         self._bank = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x) for x in live]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._bank)
+
     @contextmanager
     def swapped_into(self, model: nn.Module, features: Features = NO_FEATURES) -> Iterator[None]:
         """Swap the reference weights into `model`, sharded like the source, and restore the policy on exit or error."""
@@ -67,6 +71,12 @@ class ReferenceBank:
         """Return this rank's shards and buffers. A tied weight appears once."""
         tensors = [*model.parameters(), *model.buffers()]
         return [local_shard(tensor) for tensor in tensors if tensor.requires_grad or not self._only_trained]
+
+
+def reference_line(bank: ReferenceBank | None) -> str:
+    """Return the line of the log that says where the reference is and what it costs. None: it is under an adapter."""
+    where = f"on the host, {bank.nbytes / 2**30:.2f} GiB per rank" if bank else "the model without its adapter, no memory"
+    return f"reference model: {where}, one more forward pass per rollout; --kl-loss-coef 0 leaves it out"
 
 
 def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBank:

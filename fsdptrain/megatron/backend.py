@@ -21,7 +21,7 @@ from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export import export_policy, stored_entries
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
-from fsdptrain.fsdp.reference import ReferenceBank, named_in_errors
+from fsdptrain.fsdp.reference import ReferenceBank, named_in_errors, reference_line
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, layout_of, run_packs
@@ -103,7 +103,8 @@ class MegatronBackend:
 
     @property
     def lines(self) -> list[str]:
-        return [*report_lines(self._model, layout=self._layout), self._masters.line, self.layout_probe.line]
+        reference = [reference_line(self._reference)] if self._reference else []
+        return [*report_lines(self._model, layout=self._layout), self._masters.line, *reference, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         return kernels_of(self._model, self._stock)

@@ -1,6 +1,7 @@
 """The examples run and learn, on a tiny model."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,17 @@ def test_custom_reward(checkpoint: Path, tmp_path: Path) -> None:
     assert any("reward/no_digits" in row for row in metrics_of(tmp_path / "run"))
     shown = (tmp_path / "run" / "samples.jsonl").read_text()
     assert "<answer>" not in shown  # the system prompt of reasoning-gym's data is not for other data
+
+
+def test_the_attention_of_a_device_is_an_installed_package(checkpoint: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(ROOT / "examples" / "device_attention", tmp_path / "package")
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", tmp_path / "site", source], check=True, capture_output=True, timeout=300)
+    argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--output-dir", str(tmp_path / "run")]
+    result = command.run(argv, tmp_path / "log", variables={"PYTHONPATH": str(tmp_path / "site")})
+    assert result.code == 0, result.err
+    assert "layout: packed, attention fsdptrain_varlen" in result.err
+    assert max(row["mismatch/abs_max"] for row in command.trained(metrics_of(tmp_path / "run"))) < 1e-4
 
 
 @pytest.mark.parametrize(("example", "num_held_out"), only([(guess_number, 0)], [(guess_number, 0), (code, 64)]))

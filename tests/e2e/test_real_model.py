@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.features.sections import PrefixSharingConfig
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.types import Sample
+from fsdptrain.types import LossConfig, Sample
 from tests import sweep
-from tests.distributed.test_fsdp_backend import make_steps
+from tests.distributed.lora_cases import backend_of, fill, objective, plain_gradients, plain_peft
+from tests.distributed.test_fsdp_backend import keep_gradients, make_steps, packs_of_this_rank
+from tests.distributed.test_lora import distance
 from tests.e2e import command
 from tests.exact import Exact, backends_in_float64
 from tests.matrix import REAL_MODEL
@@ -79,6 +83,25 @@ def test_gradients_of_a_step_are_those_of_plain_transformers(ranks: int, values:
     assert error < (1e-10 if exact else 3 * error_of_plain)
 
 
+def adapter_errors() -> tuple[float, float]:
+    """The same of adapters on every linear layer, against peft."""
+    backend = backend_of(str(REAL_MODEL.parent), "dense", REAL_MODEL.name)
+    fill(backend)
+    found = keep_gradients(backend._optimizer)
+    backend.train_step(packs_of_this_rank(samples(), 256), objective, LossConfig())
+    theirs = plain_peft(REAL_MODEL, "dense")
+    with Exact():
+        _, wanted = plain_gradients(theirs, samples())
+    theirs.zero_grad()
+    _, plain = plain_gradients(theirs.float(), samples())
+    return distance(found, wanted), distance(plain, wanted)
+
+
+def test_gradients_of_adapters_are_those_of_peft() -> None:
+    error, error_of_plain = spawn(1, adapter_errors)[0]
+    assert error < 3 * error_of_plain
+
+
 def test_a_killed_run_resumes_bitwise_and_the_engine_agrees_after_each_update(tmp_path: Path) -> None:
     rows = [{"prompt": f"What is {i} + {7 - i}? Reply with only the number.", "label": "7"} for i in range(8)]
     argv = ["--hf-checkpoint", str(REAL_MODEL), "--prompt-data", str(write_rows(tmp_path / "rows.jsonl", rows))]
@@ -99,3 +122,16 @@ def test_a_killed_run_resumes_bitwise_and_the_engine_agrees_after_each_update(tm
     killed, whole = (load_files(run / "hf") for run in runs)
     assert same(killed, whole)
     assert not same({name: x.bfloat16() for name, x in whole.items()}, load_files(REAL_MODEL))
+    check_lm_eval(runs[1] / "hf")
+
+
+def check_lm_eval(exported: Path) -> None:
+    """lm-eval finds the likelihood of an answer that plain transformers finds."""
+    context, answer = "What is 3 + 4?", " The sum of 3 and 4 is 7."
+    theirs = HFLM(pretrained=str(exported), dtype="float32", device="cpu", batch_size=1)
+    [(found, _)] = theirs.loglikelihood([Instance("loglikelihood", {}, (context, answer), 0)])
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported)
+    ids, start = tokenizer(context + answer, return_tensors="pt").input_ids, len(tokenizer(context).input_ids)
+    logits = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)(ids).logits[0, :-1]
+    wanted = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[start - 1 :].sum().item()
+    assert found == pytest.approx(wanted, abs=1e-3)

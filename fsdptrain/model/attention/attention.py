@@ -3,8 +3,9 @@
 Two implementations are registered. Neither builds a dense mask:
 
     fsdptrain_segments   scaled_dot_product_attention per segment: any device, any dtype
-    fsdptrain_varlen     torch.nn.attention.varlen: one kernel for the whole pack, on a GPU in half precision. Falls
-                         back to segments for float32, softcap, sinks, dropout and heads over 256.
+    fsdptrain_varlen     torch.nn.attention.varlen: one kernel for the whole pack, on CUDA in half precision. Falls
+                         back to segments for float32, softcap, sinks, dropout and heads over 256. On another device:
+                         its plug-in.
 
 Both read the segments from the argument `boundaries`, which the model passes through its keyword arguments. It is
 already on the host, so no layer waits for the device. A call without it is an error, because guessed boundaries may
@@ -27,6 +28,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention.masks import no_mask
+from fsdptrain.registry import plugin_names, resolve
 
 SEGMENTS = "fsdptrain_segments"
 VARLEN = "fsdptrain_varlen"
@@ -82,27 +84,39 @@ def register_attention() -> None:
 def resolve_attention(requested: str, device_type: str, *, needs_package_attention: bool = False) -> str:
     """Return the name of the attention implementation for the model's config.
 
-    `requested` is auto, varlen, sdpa, or any name that transformers knows. On a GPU auto selects torch's varlen kernel;
-    on Hopper flash-attn 3 if installed, unless `needs_package_attention`. On a CPU it selects segments. Raises
-    ConfigError if the device or a package is missing.
+    `requested` is auto, varlen, sdpa, or any name that transformers knows. On CUDA auto selects torch's varlen kernel;
+    on Hopper flash-attn 3 if installed, unless `needs_package_attention`. On other devices it selects the plug-in
+    `attention.<device type>` if there is one, under the name of varlen, else segments. Raises ConfigError if the device
+    or a package is missing.
     """
     register_attention()
+    has_varlen = _register_plugin(device_type) or device_type == "cuda"
     if requested == "auto":
-        if device_type == "cpu":
-            return SEGMENTS
-        has_3 = device_type == "cuda" and not needs_package_attention and is_flash_attn_3_available()
+        if device_type != "cuda":
+            return VARLEN if has_varlen else SEGMENTS
+        has_3 = not needs_package_attention and is_flash_attn_3_available()
         return "flash_attention_3" if has_3 and torch.cuda.get_device_capability()[0] == 9 else VARLEN
     if requested in {"sdpa", SEGMENTS}:
         return SEGMENTS
     if requested in {"varlen", VARLEN}:
-        if device_type == "cpu":
+        if not has_varlen:
             raise ConfigError(
-                "--attn-implementation varlen needs a GPU and none is available: auto or sdpa works on a CPU"
+                f"--attn-implementation varlen needs CUDA or a plug-in attention.{device_type}, and this machine has "
+                "neither: auto or sdpa works on every device"
             )
         return VARLEN
     if requested in _FLASH and not _FLASH[requested]():
         raise ConfigError(f"--attn-implementation {requested} needs a GPU and its package: auto takes what there is")
     return requested
+
+
+def _register_plugin(device_type: str) -> bool:
+    """Let the plug-in `attention.<device type>`, a `PackedAttention`, compute attention under the name of varlen."""
+    found = device_type in plugin_names("attention")
+    if found:
+        own = resolve(device_type, {}, flag="--attn-implementation", plugins="attention")
+        AttentionInterface.register(VARLEN, partial(attend, varlen=True, own=own))
+    return found
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -142,6 +156,7 @@ def attend(
     attention_mask: Tensor | None,
     *,
     varlen: bool,
+    own: PackedAttention | None = None,  # of a plug-in
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,  # number of keys that a query sees, itself included
@@ -171,7 +186,7 @@ def attend(
         sinks=s_aux,
         varlen=varlen,
     )
-    return (boundaries.attention or packed_attention)(query, key, value, boundaries, options), None
+    return (boundaries.attention or own or packed_attention)(query, key, value, boundaries, options), None
 
 
 def packed_attention(
@@ -188,7 +203,7 @@ def packed_attention(
 
 def takes_flash(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """Return whether torch's flash kernel supports this attention."""
-    fused = options.varlen and query.device.type != "cpu" and query.dtype in {torch.float16, torch.bfloat16}
+    fused = options.varlen and query.device.type == "cuda" and query.dtype in {torch.float16, torch.bfloat16}
     plain = options.softcap is None and options.sinks is None and options.dropout == 0.0
     return fused and plain and max(query.shape[-1], value.shape[-1]) <= MAX_VARLEN_HEAD_DIM
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -58,7 +59,7 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
             )
         config.use_cache = False  # with a cache transformers ignores the boundaries of a pack
         options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=True):
             try:
                 model = model_from_config(config, attn_implementation=attn_implementation, **options)
             except KeyError as error:

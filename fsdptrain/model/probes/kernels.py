@@ -87,12 +87,16 @@ def _attention(
         used = _WRITTEN_OUT
     if name not in PACKAGE_ATTENTION and "flash" not in name:
         return Kernel("attention", used, _WORDS[SEGMENTS], probe.reason if probe is not None else "asked for")
+    if name == VARLEN and device_type != "cuda":
+        return Kernel("attention", f"plug-in attention.{device_type}")
     if name == VARLEN:
         obstacle = _varlen_obstacle(model, compute_dtype)
         if obstacle:
             return Kernel("attention", used if used == _WRITTEN_OUT else _WORDS[SEGMENTS], _WORDS[VARLEN], obstacle)
-    if name == SEGMENTS and device_type != "cpu":
+    if name == SEGMENTS and device_type == "cuda":
         return Kernel("attention", used, _WORDS[VARLEN], "set by --attn-implementation sdpa")
+    if name == SEGMENTS and device_type != "cpu":
+        return Kernel("attention", used, f"plug-in attention.{device_type}", "none is installed, or it was not asked for")
     return Kernel("attention", used)
 
 

@@ -61,13 +61,20 @@ def test_every_algorithm_is_a_configuration_that_can_be_written_and_read(name, o
     algorithm, preset = resolved.config.algorithm, PRESETS[name]
     for option in ("loss", "loss_aggregation", "advantage_estimator"):
         assert getattr(algorithm, option) == getattr(preset, option)
-    assert set(preset.options) | set(LOSS_OPTIONS[preset.loss].defaults) <= LOSS_OPTIONS[preset.loss].reads
+    read = LOSS_OPTIONS[preset.loss].reads | {"kl_loss_coef"}
+    assert set(preset.options) | set(LOSS_OPTIONS[preset.loss].defaults) <= read
     (tmp_path / "r.yaml").write_text(to_yaml(resolved.config, resolved.sources))
     assert load_recipe(tmp_path / "r.yaml") == resolved.config
 
 
 def test_defaults_of_the_section_are_the_preset_of_the_default_algorithm():
-    assert Config(hf_checkpoint="x").algorithm == AlgorithmConfig()
+    assert Config(hf_checkpoint="x").algorithm == AlgorithmConfig(kl_loss_coef=0.001)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_only_grpo_as_published_has_a_reference(name):
+    assert Config(hf_checkpoint="x", algorithm=name).needs_reference is (name == "grpo")
+    assert not Config(hf_checkpoint="x", algorithm=name, loss="a.b:c").needs_reference
 
 
 def test_a_flag_wins_over_a_recipe_a_recipe_over_the_preset_and_that_over_the_default(tmp_path: Path):

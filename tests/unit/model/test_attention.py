@@ -9,11 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedConfig, modeling_flash_attention_utils
+from transformers.integrations.flash_attention import flash_attention_forward
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention import attention, blocks, varlen
-from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
-from tests.varlen import dense, require_near, varlen_attn
+from fsdptrain.model.attention.attention import (
+    SEGMENTS,
+    VARLEN,
+    Boundaries,
+    attend,
+    attention_kwargs,
+    resolve_attention,
+)
+from tests.varlen import dense, flash_attn_varlen_func, require_near, varlen_attn
 
 MODULE = nn.Identity()
 
@@ -110,7 +119,7 @@ def test_saved_tensors_are_linear_in_the_length() -> None:
     ("requested", "device_type", "name"),
     [
         ("auto", "cpu", SEGMENTS), ("sdpa", "cpu", SEGMENTS), ("sdpa", "cuda", SEGMENTS), ("varlen", "cuda", VARLEN),
-        ("eager", "cpu", "eager"),
+        ("eager", "cpu", "eager"), ("auto", "xpu", SEGMENTS),
     ],
 )  # fmt: skip
 def test_attn_implementation_resolves_to_a_name(requested: str, device_type: str, name: str) -> None:
@@ -177,6 +186,23 @@ def test_the_varlen_kernel_is_called_as_documented(shape, window, has_flag, monk
     qkv = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
     found = varlen.varlen_attention(*qkv, boundaries(lengths), width**-0.5, window)
     wanted, _ = attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries(lengths))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_flash_attn_is_called_by_its_signature(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers calls it, with the segments that we pass to the model."""
+    functions = (None, flash_attn_varlen_func, None, None, None)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda *_, **__: functions)
+    lengths = boundaries([37, 1, 65])
+    qkv = heads(1, 103, (8, 64), (2, 64), (2, 48))
+    module: Any = nn.Identity()
+    module.config, module.is_causal = PreTrainedConfig(attn_implementation="flash_attention_2"), True
+    options: dict[str, Any] = {"scaling": 64**-0.5, "sliding_window": window}
+    segments = attention_kwargs(lengths.seqlens, lengths.cu_seqlens)
+    found, _ = flash_attention_forward(module, *qkv, None, **options, **segments)
+    wanted, _ = attend(MODULE, *qkv, None, varlen=False, boundaries=lengths, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
