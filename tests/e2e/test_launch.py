@@ -82,10 +82,14 @@ def test_no_rank_outlives_the_command(signum, code, line):
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), 20)
 
 
+TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--max_restarts", "1"]
+
+
 @pytest.mark.matrix
-def test_under_torchrun_an_error_of_one_or_of_all_ranks_is_one_line():
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    code, _, err = finish(start(*torchrun, *PROGRAM, "refuse", "refuse together"))
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE])
+def test_under_a_launcher_an_error_of_one_or_of_all_ranks_is_one_line(launcher):
+    code, _, err = finish(start("-m", *launcher, *PROGRAM, "refuse", "refuse together"))
     assert code == 1
     assert [line for line in err.splitlines() if line.startswith("fsdptrain: ")] == [REFUSED, REFUSED]
 
