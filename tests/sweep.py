@@ -121,7 +121,7 @@ def _row(name: str, source: Path, values: Mapping[str, Any] = MappingProxyType({
 def _config(checkpoint: Path, values: Mapping[str, Any]) -> Config:
     return Config(
         hf_checkpoint=str(checkpoint), bf16=False, rollout_temperature=TEMPERATURE, rollout_max_response_len=64,
-        logprob_chunk_size=16, **values,
+        logprob_chunk_size=16, kl_loss_coef=0.0, **values,
     )  # fmt: skip
 
 

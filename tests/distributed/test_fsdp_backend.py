@@ -82,7 +82,7 @@ def packs_of_this_rank(items: list[Sample], max_tokens: int):
 
 def config(checkpoint: Path | str, **values) -> Config:
     flat = {"bf16": False, "lr": 1e-2, "clip_grad": 0.5, "rollout_temperature": 0.9, "rollout_max_response_len": 64}
-    return Config(hf_checkpoint=str(checkpoint), **(flat | values))
+    return Config(**{"hf_checkpoint": str(checkpoint), "kl_loss_coef": 0.0, **flat, **values})
 
 
 def scored(backend, packs, *, reference: bool):

@@ -51,6 +51,7 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(
     emitted = set().union(*metrics_of(run))
     assert [name for name in EMITTED.split() if name not in emitted] == []
     assert "samples with advantage 0 are not skipped: --kl-loss-coef 0.1" in finished.err
+    assert "reference model: on the host, 0.00 GiB per rank, one more forward pass per rollout" in finished.err
     assert load_recipe(run / "config.yaml").algorithm.kl_loss_coef == 0.1
     AutoModelForCausalLM.from_pretrained(run / "hf")
     found, start = load_files(run / "hf"), load_files(checkpoint)
