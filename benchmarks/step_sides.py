@@ -370,7 +370,8 @@ def fill_adapter(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     With the usual initialization (one half zero), only one half has gradients.
     """
     for name, parameter in named:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.replace(".default", "").encode()))
+        name = name.removeprefix("base_model.model.").replace(".default", "")  # peft's
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         values = 0.02 * torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             local_shard(parameter).copy_(values)

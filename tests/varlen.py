@@ -38,7 +38,8 @@ def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *limits: Any, scale: float, win
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
 ):  # fmt: skip
     """The signature of flash-attn 2.8. On [T, heads, width]."""
     assert causal

@@ -75,9 +75,9 @@ class ReferenceBank:
 
 def reference_line(bank: ReferenceBank | None) -> str:
     """Return the line of the log that says where the reference is and what it costs. None: it is under an adapter."""
-    where = (
-        f"on the host, {bank.nbytes / 2**30:.2f} GiB per rank" if bank else "the model without its adapter, no memory"
-    )
+    where = "the model without its adapter, no memory"
+    if bank is not None:
+        where = f"on the host, {bank.nbytes / platform.GIB:.2f} GiB per rank"
     return f"reference model: {where}, one more forward pass per rollout; --kl-loss-coef 0 leaves it out"
 
 

@@ -96,9 +96,7 @@ def _attention(
     if name == SEGMENTS and device_type == "cuda":
         return Kernel("attention", used, _WORDS[VARLEN], "set by --attn-implementation sdpa")
     if name == SEGMENTS and device_type != "cpu":
-        return Kernel(
-            "attention", used, f"plug-in attention.{device_type}", "none is installed, or it was not asked for"
-        )
+        return Kernel("attention", used, f"a plug-in attention.{device_type}", "none is installed, or sdpa is set")
     return Kernel("attention", used)
 
 
