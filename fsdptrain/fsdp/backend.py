@@ -15,6 +15,7 @@ from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
+from fsdptrain.config.rules import Fact
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.enabled_features import Features, load_features
 from fsdptrain.errors import ConfigError
@@ -23,6 +24,7 @@ from fsdptrain.fsdp.mesh import build_meshes
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.optimizers import find_optimizer
+from fsdptrain.fsdp.reference import ReferenceBank, reference_line
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.policy import evaluating, policy_logprobs
@@ -79,20 +81,24 @@ class FSDPBackend:
         with raise_on_all_ranks(ConfigError, "--optimizer"):
             build = find_optimizer(config.optim)
         self.features = load_features(config, self.checkpoint_path) if features is None else features
-        bank = None
+        given = None
         if config.needs_reference and config.ref.load is not None:
-            from fsdptrain.fsdp.reference import load_bank
+            from fsdptrain.fsdp.reference_load import load_bank
 
-            bank = load_bank(config, self.features, self._meshes)  # before the policy: one model is on the device
+            given = load_bank(config, self.features, self._meshes)  # before the policy: one model is on the device
         self._model = load_model(
             config, self.checkpoint_path, self._meshes, features=self.features, before_load=before_load
         )
-        self._reference = None
+        self._reference: ReferenceBank | None = None
         self.lines: list[str] = []
         if config.needs_reference:
-            from fsdptrain.fsdp.reference import choose_bank, reference_line
+            if given is not None:
+                from fsdptrain.fsdp.reference_load import require_shapes
 
-            self._reference = choose_bank(self._model, config, self.features, bank)
+                self._reference, found = given
+                require_shapes(self._model, config, self.features, found)
+            elif config.stores_reference:
+                self._reference = ReferenceBank(self._model, only_trained=config.has(Fact.FROZEN_WEIGHTS))
             self.lines.append(reference_line(self._reference))
         self.layout_probe = self._verify_model()
         self.lines.append(self.layout_probe.line)

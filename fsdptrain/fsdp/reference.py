@@ -4,7 +4,6 @@ It costs one shard of host memory per rank and no second model on the device or 
 directions. A rollout takes one swap in and one out.
 """
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -12,15 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdptrain import platform
-from fsdptrain.config import Config
-from fsdptrain.config.rules import Fact
 from fsdptrain.enabled_features import NO_FEATURES, Features
-from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.build import load_model
-from fsdptrain.fsdp.checkpoint import describe, fingerprint
-from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.model.loading.files import resolve_checkpoint
 from fsdptrain.model.structure import reshard
 
 
@@ -31,7 +23,6 @@ class ReferenceBank:
         """only_trained: other weights of the reference are those of the policy. Then adapters stay in the model."""
         self._only_trained = only_trained
         reshard(source)
-        self.fingerprint = fingerprint(source)
         pinned = platform.has_accelerator()
         live = self._live_tensors(source)
         self._bank = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x) for x in live]
@@ -79,47 +70,3 @@ def reference_line(bank: ReferenceBank | None) -> str:
     if bank is not None:
         where = f"on the host, {bank.nbytes / platform.GIB:.2f} GiB per rank"
     return f"reference model: {where}, one more forward pass per rollout; --kl-loss-coef 0 leaves it out"
-
-
-def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBank:
-    """Load the weights of --ref-load. The sharded model is freed before this returns. Collective."""
-    assert config.ref.load is not None
-    cutting = Features([feature for feature in features if feature.cuts_parameters])
-    with named_in_errors("--ref-load"):
-        path = resolve_checkpoint(config.ref.load)
-        loaded = load_model(config.with_values(freeze=[], lr_scale={}), path, meshes, features=cutting)
-        bank = ReferenceBank(loaded)
-    del loaded
-    gc.collect()  # modules and FSDP hooks form reference cycles
-    return bank
-
-
-def choose_bank(
-    model: nn.Module, config: Config, features: Features, loaded: ReferenceBank | None
-) -> ReferenceBank | None:
-    """Return `loaded`, or the weights of `model` if the reference has weights of its own.
-
-    Raises CheckpointError if `loaded` has other shapes than `model`.
-    """
-    if loaded is None:
-        only_trained = config.has(Fact.FROZEN_WEIGHTS)
-        return ReferenceBank(model, only_trained=only_trained) if config.stores_reference else None
-    with features.without():
-        own = fingerprint(model)
-    if loaded.fingerprint != own:
-        raise CheckpointError(
-            f"--ref-load {config.ref.load} is {describe(loaded.fingerprint)}, but --hf-checkpoint is "
-            f"{describe(own)}: the reference must have the same shapes"
-        )
-    return loaded
-
-
-@contextmanager
-def named_in_errors(source: str) -> Iterator[None]:
-    """Let a CheckpointError that begins with --hf-checkpoint begin with `source`, whose files were read."""
-    try:
-        yield
-    except CheckpointError as error:  # raised on all ranks
-        text = str(error)
-        found = text.removeprefix("--hf-checkpoint")
-        raise CheckpointError(text if found == text else source + found) from error

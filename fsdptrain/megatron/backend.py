@@ -21,7 +21,8 @@ from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export import export_policy, stored_entries
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
-from fsdptrain.fsdp.reference import ReferenceBank, named_in_errors, reference_line
+from fsdptrain.fsdp.reference import ReferenceBank, reference_line
+from fsdptrain.fsdp.reference_load import named_in_errors
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, layout_of, run_packs

@@ -26,7 +26,7 @@ from fsdptrain.fsdp.checkpoint import load_rng, read_state, write_state
 from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.optimizer_state import load_state_dict, state_dict, state_tensors
-from fsdptrain.fsdp.reference import named_in_errors
+from fsdptrain.fsdp.reference_load import named_in_errors
 from fsdptrain.megatron.masters import Masters
 from fsdptrain.megatron.weights import WeightMap, open_files
 

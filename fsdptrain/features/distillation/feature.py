@@ -27,7 +27,7 @@ from fsdptrain.features.distillation.teacher import (
 )
 from fsdptrain.features.sections import DistillationConfig
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.fsdp.reference import named_in_errors
+from fsdptrain.fsdp.reference_load import named_in_errors
 from fsdptrain.model.loading.files import resolve_checkpoint
 from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.rows import zeros_with

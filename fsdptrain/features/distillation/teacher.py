@@ -17,7 +17,7 @@ from fsdptrain.feature import Feature, Rows
 from fsdptrain.features.distillation.divergence import Head, top_tokens
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.fsdp.reference import named_in_errors
+from fsdptrain.fsdp.reference_load import named_in_errors
 from fsdptrain.model.logit_passes import EXCLUDED
 from fsdptrain.model.policy import evaluating, head_transform, policy_logprobs
 from fsdptrain.model.probes.head import check_head

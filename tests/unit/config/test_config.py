@@ -101,7 +101,7 @@ def test_evaluation_needs_prompts_and_a_time():
     ids=str,
 )
 def test_samples_of_advantage_0_are_skipped_unless_an_option_gives_them_a_gradient(values, reason) -> None:
-    config = Config(hf_checkpoint="x", **values)
+    config = Config(**{"hf_checkpoint": "x", "kl_loss_coef": 0.0, **values})
     assert config.trains_zero_advantage == reason
     assert PackingRules.of(config, layout="packed").skips_zero_advantage is not bool(reason)
 

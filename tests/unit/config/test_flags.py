@@ -192,7 +192,7 @@ def test_all_problems_are_reported_at_once():
         Config(hf_checkpoint="x", learning_rate=1, epochs=2)
     assert [line.split()[2] for line in caught.value.lines] == ["'learning_rate':", "'epochs':"]
     with pytest.raises(ConfigError) as caught:
-        Config(hf_checkpoint="x", kl_loss_type="k1", use_unbiased_kl=True, mismatch_high=3.0)
+        Config(hf_checkpoint="x", kl_loss_coef=0, kl_loss_type="k1", use_unbiased_kl=True, mismatch_high=3.0)
     flags = ["--kl-loss-type", "--use-unbiased-kl", "--mismatch-high"]
     assert [line.split()[0] for line in caught.value.lines] == flags
 
