@@ -139,6 +139,7 @@ def test_a_dry_run_says_what_was_set_and_what_was_read(fsdptrain, tmp_path):
     *options, data, prompt, longest, memory, last = done.out.splitlines()
     assert [line.split() for line in options] == [
         *(["--hf-checkpoint", "model", "flag"], ["--no-bf16", "flag"], ["--prompt-data", "rows.jsonl", "flag"]),
+        ["--kl-loss-coef", "0.001", "preset"],
         *(["--max-tokens-per-gpu", "1024", "flag"], ["--rollout-max-response-len", "300", "flag"]),
     ]
     assert data == "--prompt-data rows.jsonl: 27 rows to train on, 3 held out"

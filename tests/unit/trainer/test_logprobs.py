@@ -58,7 +58,9 @@ BYPASS = {"use_rollout_logprobs": True}
 )
 def test_only_needed_logprobs_are_computed_and_passed_to_the_loss(values, asked, seen):
     backend, before = Scored(), two_steps()
-    steps = compute_logprobs(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend), before)
+    steps = compute_logprobs(
+        Config(**{"hf_checkpoint": "x", "kl_loss_coef": 0.0, **values}), cast(TrainBackend, backend), before
+    )
     assert backend.asked == asked
     for number, (step, given) in enumerate(zip(steps, before, strict=True)):
         [packed] = step.packs
