@@ -56,7 +56,7 @@ IDLE = [  # flags of features that compute a step without samples
 def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_them(
     checkpoint: Path, tmp_path: Path, flags: list[str]
 ) -> None:
-    zeros = ["--advantage-estimator", "tests.e2e.rewards:zeros", "--advantage-scale", "none"]
+    zeros = ["--kl-loss-coef", "0", "--advantage-estimator", "tests.e2e.rewards:zeros", "--advantage-scale", "none"]
     steps = ["--global-batch-size", "8", "--epochs-per-rollout", "2", "--mismatch-correction", "tis"]
     metrics = command.train(checkpoint, tmp_path, *TINY, *zeros, *steps, *flags, num_ranks=2)[-1]
     assert metrics["perf/skipped_tokens"] == 1
