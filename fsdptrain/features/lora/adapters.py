@@ -141,8 +141,8 @@ class Adapters:
         ours = {name: tuple(p.shape) for name, p in self.parameters().items()}
         for name, _ in sorted(theirs.items() ^ ours.items()):
             raise ConfigError(
-                f"--lora-init {folder} has {name} {theirs.get(name, 'not')}, --lora-targets and --lora-modules-to-save "
-                f"{ours.get(name, 'not')}: leave them out, and train the model of that adapter"
+                f"--lora-init {folder} has {name} {theirs.get(name, 'not')}, this run {ours.get(name, 'not')}: leave "
+                "--lora-targets and --lora-modules-to-save out, and train its base model; tied weights need both names"
             )
 
     @torch.no_grad()
