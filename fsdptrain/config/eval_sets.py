@@ -48,17 +48,17 @@ def problems(config: "Config") -> Iterator[Problem]:
     for text, (name, data) in zip(texts, sets, strict=True):
         if len(texts) > 1 and (data == text or names.count(name) > 1):  # the greedy samples of NAME are NAME_greedy
             yield f"{flag} {text}: each of several sets needs a name of its own, NAME=DATA"
-        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-            yield f"{flag} {text}: the name of a set has letters, digits, _ - and . only; write a path as ./{text}"
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII) or data in ("", "None"):
+            form = "NAME=DATA with a name of letters, digits, _ - and ."
+            yield f"{flag} {text}: a set is {form}; write a path that holds = as ./{text}, unset it by no value"
         if data == "environment":
             yield f"{flag} {text}: remove it, prompts are held out from --prompt-data environment"
     for name, setting, value in _settings(config):
         where, data = f"--eval-set-options {name}.{setting}", dict(sets).get(name)
         if data is None:
-            names = ", ".join(dict(sets))
-            yield NoEffectError(
-                f"{where} has no effect: it is SET.SETTING=VALUE, SET one of {names}", "eval_set_options"
-            )
+            line = f"{where} has no effect: it is SET.SETTING=VALUE, SET one of {', '.join(dict(sets))}"
+            keeps = any(other in names for other, *_ in _settings(config))  # a flag takes the effect of all, or of none
+            yield line if keeps else NoEffectError(line, "eval_set_options")
         elif not config.generates and setting not in _OF_ROWS:
             yield NoEffectError(f"{where} has no effect with --algorithm sft: remove it", "eval_set_options")
         elif setting in _OF_ROWS[1:] and data.startswith("reasoning_gym:"):

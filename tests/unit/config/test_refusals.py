@@ -126,6 +126,7 @@ COMPUTED = """
 --eval-prompt-data x.jsonl a=y.jsonl | x.jsonl; a name of its own | --eval-prompt-data heldout=x.jsonl a=y.jsonl
 --eval-prompt-data a=x.jsonl a_greedy=y.jsonl | a_greedy=y.jsonl; a name of its own
 --eval-prompt-data a/b=x.jsonl | a/b=x.jsonl; letters; ./a/b=x.jsonl | --eval-prompt-data ./a/b=x.jsonl
+--eval-prompt-data a= | a=; a set is NAME=DATA | --eval-prompt-data a=x.jsonl
 --eval-prompt-data a=x.jsonl --eval-set-options a.sample=2 | a.sample; 'samples'; max_response_len | --eval-set-options a.samples=2
 --eval-prompt-data a=x.jsonl --eval-set-options a.samples=0 | a.samples; at least 1, got 0 | --eval-set-options a.temperature=0
 --eval-prompt-data a=x.jsonl --eval-set-options b.size=2 | b.size; SET.SETTING=VALUE | --eval-prompt-data b=x.jsonl
