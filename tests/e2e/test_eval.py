@@ -112,7 +112,10 @@ def test_sets_have_the_numbers_of_runs_with_one_each_by_their_own_settings(check
     rows = {name: [{"prompt": f"{name} {i}", "q": f"{name} {i}", "label": str(i)} for i in range(6)] for name in "abc"}
     rows["c"] += [*rows["a"][:3], *rows["b"][:3]]
     files = {name: write_rows(tmp_path / f"{name}.jsonl", own) for name, own in rows.items()}
-    settings = {"a": ["a.temperature=0", "a.size=3"], "b": ["b.samples=2", "b.max_response_len=9", "b.greedy=true"]}
+    settings = {
+        "a": ["a.temperature=0", "a.size=3", "a.samples=2"],
+        "b": ["b.samples=2", "b.max_response_len=9", "b.greedy=true"],
+    }
     settings["b"] += ["b.input_key=q", "b.reward=tests.e2e.rewards:variety"]
     common = ["--no-bf16", "--log-to", "--reward-workers", "0", "--reward", "exact", "--rollout-max-response-len", "4"]
 
@@ -128,7 +131,9 @@ def test_sets_have_the_numbers_of_runs_with_one_each_by_their_own_settings(check
     assert both == a | b
     assert {name.split("/")[1] for name in both} == {"a", "b", "b_greedy"}
     samples = rows_of(tmp_path / "ab" / "samples.jsonl")
-    assert [sample["set"] for sample in samples] == ["a"] * 3 + ["b"] * 12
+    assert [sample["set"] for sample in samples] == ["a"] * 6 + ["b"] * 12
+    pairs = [one["response"] == other["response"] for one, other in zip(samples[::2], samples[1::2], strict=True)]
+    assert all(pairs[:3]) > any(pairs[3:])
     lengths = {name: max(len(sample["tokens"]) for sample in samples if sample["set"] == name) for name in "ab"}
     assert lengths["a"] == 4 < lengths["b"] <= 9
     assert both["eval/a/reward_mean"] == 0 < both["eval/b/reward_mean"]  # exact, and one that gives some to each
