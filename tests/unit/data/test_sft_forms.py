@@ -102,7 +102,7 @@ def test_an_unknown_form_is_one_line(values, sft, data, message) -> None:
         ({"prompt": "x", "label": "x", "tools": [TOOL]}, "columns"),
         ({"prompt": "x", "label": "x", "chat_template_kwargs": {"a": 1}}, "columns"),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "tokens"),  # of the next token
-        ({"input_ids": [1, 2, 3], "labels": [2, 3]}, "tokens"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "tokens"),
         ({"input_ids": [1, -100], "labels": [1, -100]}, "tokens"),
         ({"input_ids": [1, 2.0], "labels": [1, 2]}, "tokens"),
         ({"input_ids": "[1, 2]", "labels": [1, 2]}, "tokens"),
