@@ -201,5 +201,7 @@ class Keywords(TypedDict, total=False):
     weight_sync_timeout: float
     megatron_tensor_parallel: int
     megatron_pipeline_parallel: int
+    megatron_first_stage_layers: int | None
+    megatron_last_stage_layers: int | None
     megatron_expert_parallel: int
     megatron_spec: str | None

@@ -70,8 +70,9 @@ def check_parity(
 def _converted(
     stock: PreTrainedModel, split: MegatronConfig, options: dict[str, Any], device: torch.device
 ) -> "GPTModel":
+    even = split.model_copy(update={"first_stage_layers": None, "last_stage_layers": None})
     with preserve_rng_state(), raise_on_all_ranks(ConfigError, "--backend megatron"):
-        built = transformer_config(stock.config, split, **options)
+        built = transformer_config(stock.config, even, **options)
         model = build_model(built, stock.config, spec=split.spec).to(device)
     weights = WeightMap(model, stock)
     with raise_on_all_ranks(CheckpointError, "--backend megatron"):
@@ -134,7 +135,7 @@ def _cut_layers(small: PreTrainedConfig, num_stages: int) -> None:
     sparse = family_of(small).special(small).get("moe_layer_freq", [0] * total)
     kinds = list(zip(types or [""] * total, sparse, strict=True))
     needed = max(kinds.index(kind) for kind in set(kinds)) + 1
-    kept = min(total, -(-max(2, needed) // num_stages) * num_stages)
+    kept = min(total - total % num_stages, -(-max(2, needed) // num_stages) * num_stages)
     if types:
         small.layer_types = types[:kept]
     small.num_hidden_layers = kept

@@ -172,6 +172,8 @@ def transformer_config(
         "qk_layernorm": family.qk_norm,
         "tensor_model_parallel_size": megatron.tensor_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
         "expert_model_parallel_size": megatron.expert_parallel,
         "sequence_parallel": megatron.tensor_parallel > 1,
         "moe_token_dispatcher_type": "alltoall",
@@ -238,13 +240,13 @@ def _refuse_unknown(config: PreTrainedConfig) -> None:
 def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, values: dict[str, Any], *, on_cpu: bool) -> None:
     """Reject parallel sizes that the model does not allow. values: options of the TransformerConfig."""
     tensor, experts, choice = megatron.tensor_parallel, megatron.expert_parallel, expert_choice(config)
+    _refuse_stages(config.num_hidden_layers, megatron)
     widths = ["ffn_hidden_size"] * (0 in values.get("moe_layer_freq", [0]))
     widths += [name for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if name in values]
     counts = [
         ("tensor", tensor, "key-value heads", config.num_key_value_heads),
         ("tensor", tensor, "attention heads", config.num_attention_heads),
         *(("tensor", tensor, "columns of each MLP", values[name]) for name in widths),
-        ("pipeline", megatron.pipeline_parallel, "layers", config.num_hidden_layers),
         *([("expert", experts, "experts", choice.num_experts)] if choice else []),
     ]
     for flag, size, what, count in counts:
@@ -262,3 +264,14 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, values: di
             "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
             "CPUs leave one out"
         )
+
+
+def _refuse_stages(num_layers: int, megatron: MegatronConfig) -> None:
+    sizes = {"first": megatron.first_stage_layers, "last": megatron.last_stage_layers}
+    given = {f"--megatron-{name}-stage-layers": size for name, size in sizes.items() if size is not None}
+    stages, left = megatron.pipeline_parallel - len(given), num_layers - sum(given.values())
+    if left < stages or (left % stages if stages else left):
+        words = " and ".join(f"{flag} {size}" for flag, size in given.items())
+        what = f"{words}: {left} layers for the other {stages} stages, which get as many each: change them"
+        even = f"--megatron-pipeline-parallel {stages} must divide the {num_layers} layers: lower it, or set"
+        raise ConfigError(what if given else f"{even} --megatron-first-stage-layers and ...-last-...")

@@ -40,6 +40,8 @@ CASES += [
     *(Case(family, split, 2, "packed", num_packs=2) for family in WRAPPED for split in ({}, STAGES, TENSOR)),
     *(Case(family, EXPERTS, 2, "packed", num_packs=2) for family in WRAPPED if family != "qwen3_5"),
     Case("qwen3_next", STAGES | EXPERTS, 4, "packed", num_packs=2),
+    Case("qwen3_next", STAGES | {"first_stage_layers": 3}, 2, "packed", num_packs=2),
+    Case("qwen3_5", {"pipeline_parallel": 3, "last_stage_layers": 2}, 3, "packed", num_packs=2),
 ]
 FEW += [
     Case("qwen3_next", {}, 2, num_packs=2),
