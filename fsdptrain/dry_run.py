@@ -171,11 +171,11 @@ def _data_lines(run: "Prepared", files: Path) -> Iterator[str]:
     if run.builder is None:
         kind, tokens, refused = "prompt", *_prompts(run, rows, files)
     else:
-        from fsdptrain.trainer.data import supervised_prompt
+        from fsdptrain.data.sft import prompt_maker
         from fsdptrain.trainer.samples.sft import build_samples
 
-        make = supervised_prompt(config, run.tokenizer, stream.processor)
-        samples, refusals = build_samples(run.builder, [make(row) for row in rows] if make else [])
+        make = prompt_maker(config.data, run.tokenizer, stream.processor)
+        samples, refusals = build_samples(run.builder, [make(row) for row in rows])
         kind, tokens = "sample", [s.token_ids for own in [samples, *(run.held_out or {}).values()] for s in own]
         refused = f"; skipped: {refusals.reasons}" if refusals.counts else ""
     if not tokens:  # an evaluation of prompts that are all too long, which is logged

@@ -1,9 +1,10 @@
 """Supervised samples: a response after a prompt, a conversation, or text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +19,19 @@ from fsdptrain.data.text import plain_tokens, tokens_of
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Prompt, Sample
 
+if TYPE_CHECKING:
+    from fsdptrain.data.images import PromptProcessor
+
 LONG_PROMPT, OVERLONG = "long prompt", "overlong"  # kinds of `UnusableRowError`
+
+
+def prompt_maker(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: "PromptProcessor | None"
+) -> Callable[..., Prompt]:
+    """Return the function that makes a prompt of a row, without tokens but with images."""
+    if processor is None:
+        return untokenized
+    return partial(make_prompt, tokenizer=tokenizer, data=data, processor=processor)
 
 
 def untokenized(row: Row, *, prompt_id: str = "") -> Prompt:

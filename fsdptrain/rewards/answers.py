@@ -1,19 +1,12 @@
 """Extraction of final answers from responses."""
 
 import re
-from typing import Any
 
 from fsdptrain.types import Prompt
 
 OPEN, CLOSE = "<answer>", "</answer>"
 THINK, THOUGHT = "<think>", "</think>"
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-
-
-def labels_of(prompt: Prompt) -> list[Any]:
-    """Return the labels of a prompt, one of which an answer must equal. A row without a label has none."""
-    labels = prompt.label if isinstance(prompt.label, list | tuple) else [prompt.label]
-    return [label for label in labels if label is not None and str(label).strip() and label == label]  # NaN is none
 
 
 def spoken(prompt: Prompt, response: str) -> str:

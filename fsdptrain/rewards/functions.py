@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from fsdptrain.errors import RewardError
-from fsdptrain.rewards.answers import extract_answer, find_answer, labels_of, spoken
+from fsdptrain.rewards.answers import extract_answer, find_answer, spoken
 from fsdptrain.types import Prompt
 
 TAGGED = re.compile(r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL)
@@ -20,9 +20,15 @@ def exact(prompt: Prompt, response: str) -> float | None:
 
     Texts are equal up to surrounding whitespace; a label that is a number, not a text, equals the answer as a number.
     """
-    labels = labels_of(prompt)
+    labels = _labels(prompt)
     answer = extract_answer(spoken(prompt, response))
     return float(any(_equal(answer, label) for label in labels)) if labels else None
+
+
+def _labels(prompt: Prompt) -> list[Any]:
+    """Return the labels of a prompt, one of which an answer must equal. A row without a label has none."""
+    labels = prompt.label if isinstance(prompt.label, list | tuple) else [prompt.label]
+    return [label for label in labels if label is not None and str(label).strip() and label == label]  # NaN is none
 
 
 def _equal(answer: str, label: Any) -> bool:
@@ -71,7 +77,7 @@ def math(prompt: Prompt, response: str) -> float | None:
     """
     from math_verify import verify  # lazy: importing sympy is slow
 
-    texts = [str(label).rpartition("####")[2].strip() for label in labels_of(prompt)]
+    texts = [str(label).rpartition("####")[2].strip() for label in _labels(prompt)]
     labels = [label for text in texts if (label := _parse_math(text, marked=True))]
     if not labels:
         return None

@@ -1,16 +1,15 @@
 """The prompts of a run: the stream to train on, and those held out for evaluation."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import Config
 from fsdptrain.config.data import sft_options
-from fsdptrain.data.prompts import PromptStream, make_prompt
+from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row, Rows, content_hash
 from fsdptrain.data.sources import open_rows
 from fsdptrain.distributed import raise_on_all_ranks, require_same
@@ -52,7 +51,11 @@ def build_data(
     if environment is not None:
         rows, *sets = (environment.rows_of(each, config, tokenizer) for each in (rows, *held_out.values()))
         held_out = {name: [own[i] for i in range(len(own))] for name, own in zip(held_out, sets, strict=True)}
-    make = supervised_prompt(config, tokenizer, processor)
+    make = None
+    if sft_options(config) is not None:
+        from fsdptrain.data.sft import prompt_maker
+
+        make = prompt_maker(config.data, tokenizer, processor)
     stream = PromptStream(
         rows,
         tokenizer,
@@ -82,19 +85,6 @@ def require_same_data(stream: PromptStream) -> None:
     digest = hashlib.sha256(repr(found).encode()).hexdigest()
     name = stream.data.prompt_data
     require_same(digest, DataError(f"--prompt-data {name}: ranks read different rows: give all of them one copy"))
-
-
-def supervised_prompt(
-    config: Config, tokenizer: PreTrainedTokenizerBase, processor: "PromptProcessor | None"
-) -> Callable[..., Prompt] | None:
-    """Return the function that makes a prompt of a supervised row, without tokens but with images. None in RL."""
-    if sft_options(config) is None:
-        return None
-    if processor is not None:
-        return partial(make_prompt, tokenizer=tokenizer, data=config.data, processor=processor)
-    from fsdptrain.data.sft import untokenized
-
-    return untokenized
 
 
 def _rows(

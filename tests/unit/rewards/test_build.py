@@ -8,6 +8,7 @@ import pytest
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.build import WeightedSum, build_reward
+from fsdptrain.rewards.functions import math
 from fsdptrain.rewards.parallel import compute_rewards
 from fsdptrain.types import Episode, Prompt
 from tests.rewards import in_process
@@ -96,7 +97,8 @@ def test_a_column_names_the_rewards_that_score_a_row() -> None:
 def test_a_reward_that_cannot_score_is_named() -> None:
     reward = build_reward(RewardConfig(reward=["format", "math"]), prompt_data="x")
     results = compute_rewards(in_process(reward), [replace(PROMPT, label=None), PROMPT], [GOOD, GOOD])
-    assert results.first_error == "math returned None, which means that it cannot score this (functions.py:66)"
+    line = math.__code__.co_firstlineno
+    assert results.first_error == f"math returned None, which means that it cannot score this (functions.py:{line})"
     assert [score.reward for score in results.results] == [None, 2.0]
 
 
