@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.fsdp import build as loading
-from fsdptrain.model.structure import expert_choice
+from fsdptrain.model.sizes import expert_choice
 from fsdptrain.rollout.embedded import engine as embedded
 
 

@@ -34,7 +34,7 @@ from fsdptrain.features.moe.checks import check_replay
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.model.loading.materialize import quiet_transformers
 from fsdptrain.model.policy import MODEL_ERRORS
-from fsdptrain.model.structure import expert_choice
+from fsdptrain.model.sizes import expert_choice
 from fsdptrain.types import LossConfig, PackedBatch, Sample
 from tests import families, zoo
 from tests.tensors import load_files, same

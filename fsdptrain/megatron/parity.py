@@ -22,7 +22,7 @@ from fsdptrain.megatron.weights import WeightMap
 from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import TOLERANCES, over_ranks, plain_batch
 from fsdptrain.model.probes.random_copy import EXPERT_KEYS, cut_widths
-from fsdptrain.model.structure import expert_choice, head_size
+from fsdptrain.model.sizes import expert_choice, head_size
 from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.types import PackedBatch
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import quiet_megatron
-from fsdptrain.model.structure import expert_choice, head_size
+from fsdptrain.model.sizes import expert_choice, head_size
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -11,14 +11,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.model.structure import (
-    decoder_layers,
-    expert_choice,
-    head_widths,
-    is_of_adapter,
-    layer_config,
-    num_fused_experts,
-)
+from fsdptrain.model.sizes import expert_choice, head_widths, is_of_adapter, layer_config, num_fused_experts
+from fsdptrain.model.structure import decoder_layers
 
 _ROWS = 512  # of logits that are in float32 at a time
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.fsdp.expert_shards import expert_placement
 from fsdptrain.memory.activations import activation_memory, cache_bytes
-from fsdptrain.model.structure import is_of_adapter, num_fused_experts, repeated_layers
+from fsdptrain.model.sizes import is_of_adapter, num_fused_experts
+from fsdptrain.model.structure import repeated_layers
 from fsdptrain.platform import GIB
 
 MASTER_BYTES = 4  # float32

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.model.structure import decoder_layers, num_fused_experts, repeated_layers
+from fsdptrain.model.sizes import num_fused_experts
+from fsdptrain.model.structure import decoder_layers, repeated_layers
 
 _EXPERTS = re.compile(r"Experts?$")
 _RECURRENT = re.compile(

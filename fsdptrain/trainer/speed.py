@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.model.structure import active_sizes, head_widths, is_of_adapter, layer_config, lm_head
+from fsdptrain.model.sizes import active_sizes, head_widths, is_of_adapter, layer_config
+from fsdptrain.model.structure import lm_head
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.metrics import reduce_sums
 from fsdptrain.types import Metrics

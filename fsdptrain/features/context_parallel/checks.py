@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.meta import projected_heads
 from fsdptrain.features.sections import ContextParallelConfig
-from fsdptrain.model.structure import decoder_layers, layer_config, stock_class
+from fsdptrain.model.sizes import layer_config
+from fsdptrain.model.structure import decoder_layers, stock_class
 
 # Layers that mix tokens by attention over the whole sequence or a window, or not at all.
 _STATELESS_KINDS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}

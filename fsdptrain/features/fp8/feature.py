@@ -19,7 +19,8 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.model.structure import decoder_layers, expert_choice
+from fsdptrain.model.sizes import expert_choice
+from fsdptrain.model.structure import decoder_layers
 
 log = logging.getLogger(__name__)
 

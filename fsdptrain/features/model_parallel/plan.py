@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.meta import projected_heads
-from fsdptrain.model.structure import decoder_layers, layer_config, lm_head, stock_class
+from fsdptrain.model.sizes import layer_config
+from fsdptrain.model.structure import decoder_layers, lm_head, stock_class
 
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # split dim `out` of nn.Linear's [out, in]
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # split dim `in`

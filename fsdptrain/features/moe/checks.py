@@ -9,7 +9,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.moe.replay import RouterReplay
 from fsdptrain.model.policy import MODEL_ERRORS
 from fsdptrain.model.probes.random_copy import guarded_copy
-from fsdptrain.model.structure import ExpertChoice, expert_choice
+from fsdptrain.model.sizes import ExpertChoice, expert_choice
 
 _TOKENS = 16  # one sequence each, so that only its own experts affect the logits of a token
 _ROUNDING = 1e-4  # of logits, if products are added in another order

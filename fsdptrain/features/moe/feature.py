@@ -20,7 +20,8 @@ from fsdptrain.features.moe.checks import check_replay
 from fsdptrain.features.moe.replay import EngineRoutes, RouterReplay
 from fsdptrain.features.sections import RouterConfig
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.model.structure import decoder_layers, expert_choice
+from fsdptrain.model.sizes import expert_choice
+from fsdptrain.model.structure import decoder_layers
 from fsdptrain.protocols import ForwardRole
 from fsdptrain.types import NO_ROUTE, Metrics, PackedBatch
 

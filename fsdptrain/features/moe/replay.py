@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdptrain.features.activation_memory.feature import Recomputed
-from fsdptrain.model.structure import ExpertChoice, decoder_layers
+from fsdptrain.model.sizes import ExpertChoice
+from fsdptrain.model.structure import decoder_layers
 from fsdptrain.types import NO_ROUTE
 
 

@@ -32,7 +32,8 @@ from fsdptrain.model.policy import head_transform
 from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.kernels import Kernel, kernels
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.model.structure import active_sizes, lm_head
+from fsdptrain.model.sizes import active_sizes
+from fsdptrain.model.structure import lm_head
 from fsdptrain.trainer.resolve import resolve_dtype
 
 

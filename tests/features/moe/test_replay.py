@@ -12,7 +12,7 @@ from fsdptrain.features.activation_memory.feature import enable_gradient_checkpo
 from fsdptrain.features.moe.checks import check_replay, replay_refusal
 from fsdptrain.model.policy import policy_logprobs
 from fsdptrain.model.probes.random_copy import random_copy
-from fsdptrain.model.structure import expert_choice
+from fsdptrain.model.sizes import expert_choice
 from fsdptrain.types import NO_ROUTE
 from tests import families, zoo
 from tests.exact import Exact, in_float64

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.model.structure import expert_choice
+from fsdptrain.model.sizes import expert_choice
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.stop_strings import cut_at_stop
 from fsdptrain.types import Completion, Prompt, SamplingParams
