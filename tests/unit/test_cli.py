@@ -16,7 +16,7 @@ import yaml
 
 from fsdptrain import cli
 from fsdptrain.cli import COMMANDS
-from fsdptrain.config import Config, DataConfig, checks
+from fsdptrain.config import Config, checks
 from fsdptrain.config.flags import config_options
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
@@ -226,11 +226,12 @@ def test_a_dry_run_finds_what_would_end_the_run(fsdptrain, flags, message, tmp_p
 @pytest.mark.parametrize("first", [None, {"value": None}])
 def test_a_key_may_be_null_in_the_first_row(first, tmp_path):
     """The checks before torch and those of the run agree on it."""
-    path, data = tmp_path / "rows.parquet", DataConfig(label_key="answer.value")
+    path = tmp_path / "rows.parquet"
     rows = [{"prompt": "a", "answer": first}, {"prompt": "b", "answer": {"value": "2"}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    check_inputs(Config(hf_checkpoint="m", prompt_data=str(path), label_key="answer.value"))
-    assert load_rows(data.source(str(path)), seed=0)[1].label == "2"
+    config = Config(hf_checkpoint="m", prompt_data=str(path), label_key="answer.value")
+    check_inputs(config)
+    assert load_rows(config.data, seed=0)[1].label == "2"
 
 
 def test_a_dry_run_says_what_it_did_not_check(fsdptrain):
