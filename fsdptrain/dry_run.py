@@ -145,6 +145,10 @@ def _prepare(config: Config, world_size: int | None, local_ranks: int | None) ->
             files = resolve_checkpoint(config.model.hf_checkpoint)
             run = prepare(config, files, stack)
             lines = list(_data_lines(run, files))
+            if config.run.replay_rollouts is not None:
+                from fsdptrain.trainer.samples.recorded import open_recorded
+
+                open_recorded(run.config, run.folder)
             if config.model.backend == "fsdp":
                 model = meta_policy(run.config, files, run.features)
                 check_longest(model.config, run.config.longest_sequence)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = tuple(Package(name, name, name) for name in ("wandb", "trackio", "tensorboard", "mlflow"))
 LOGGER_NAMES = ("console", *(package.value for package in _PACKAGES))
-_EVALUATES = (Requires("eval_interval"), IdleWith("eval_size=0"))
+_EVALUATES = (Requires("eval_interval"), IdleWith("eval_size=0", "replay_rollouts"))
 _OF_EVALUATIONS = (*_EVALUATES, RL_ONLY)
 
 
@@ -96,6 +96,10 @@ class RunConfig(Section):
     )
     """Steps to profile, FIRST:LAST, counted from 1, e.g. 3:5. Each rank writes a trace of torch's profiler to
     output_dir/profile, and on a GPU a memory snapshot. Default: none."""
+    record_rollouts: Annotated[bool, RL_ONLY, Requires("num_rollout>0"), IdleWith("replay_rollouts")] = False
+    """Write the samples of each step to output_dir/rollouts, for --replay-rollouts. See docs/run_folder.md."""
+    replay_rollouts: Annotated[str | None, RL_ONLY, Requires("num_rollout>0")] = Field(default=None, min_length=1)
+    """Train on the samples in this folder, from --record-rollouts, without an engine and evaluations."""
     verify_weight_sync: bool = True
     """Check after the first weight sync, and after those that follow a suspicious mismatch/abs_mean, that the engine
     holds the trainer's weights; stop the run if not."""
@@ -115,8 +119,8 @@ class RunConfig(Section):
         if self.stop_when is not None:
             from fsdptrain.config.stop_when import StopWhen
 
-            if StopWhen.parse(self.stop_when).of_evaluation and not config.evaluates:
-                yield f"--stop-when {self.stop_when} needs evaluations: set --eval-interval and --eval-size above 0"
+            if StopWhen.parse(self.stop_when).of_evaluation and (self.replay_rollouts or not config.evaluates):
+                yield f"--stop-when {self.stop_when} needs --eval-interval, --eval-size above 0, no --replay-rollouts"
 
 
 class LogConfig(Section):

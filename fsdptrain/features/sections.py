@@ -90,7 +90,7 @@ class VisionConfig(Section):
         COLUMN,
         Package("PIL", "vision"),
         Requires("apply_chat_template", fix="only the template knows how a prompt shows an image"),
-        Excludes("environment", "environment_command"),
+        Excludes("environment", "environment_command", "record_rollouts", "replay_rollouts"),
         Requires("rollout_engine=auto|hf", fix="use --rollout-engine hf"),
     ] = None
     """Column of the images of a prompt: one or a list of file paths, bytes, or images opened by `datasets`. `<image>`

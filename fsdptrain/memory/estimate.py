@@ -239,7 +239,7 @@ def _generation(model: PreTrainedModel, config: Config, shapes: Shapes, state: P
 
     With --offload-train it is the larger of two: both copies of the weights, or the engine's weights and the cache.
     """
-    if not config.generates or config.rollout.engine == "vllm-server":
+    if not config.generates or config.run.replay_rollouts or config.rollout.engine == "vllm-server":
         return {}
     held = {name: size for name, size in state.items() if name != "gradients"}
     if config.rollout.engine == "vllm":

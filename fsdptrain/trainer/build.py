@@ -115,7 +115,9 @@ def prepare(
             from fsdptrain.trainer.samples.sft import open_builder
 
             builder = open_builder(config, files, tokenizer, data.stream)
-        make_engine = engine_factory(config.rollout.engine) if config.generates else None
+        make_engine = (
+            engine_factory(config.rollout.engine) if config.generates and not config.run.replay_rollouts else None
+        )
         if environment is not None and environment.is_agent:
             _ = AGENT_SAMPLER["agent"]  # imports the packages of agents
     require_same_data(data.stream)
@@ -149,8 +151,12 @@ def build_loop(
             from fsdptrain.trainer.inputs import bind_inputs
 
             folder = bind_inputs(config, folder, checkpoint, data, run.reward, run.environment)
+        wrap = memory = None
+        if config.run.record_rollouts or config.run.replay_rollouts:
+            from fsdptrain.trainer.samples.recorded import open_recorded
+
+            wrap = open_recorded(config, folder)
         loggers = open_loggers(config, folder, stack)
-        memory = None
         if platform.has_accelerator():  # a CPU swaps
             from fsdptrain.memory.report import MemoryReport
 
@@ -181,21 +187,19 @@ def build_loop(
             from fsdptrain.trainer.sft_evaluation import LossEvaluation
 
             evaluation = LossEvaluation.of(config, backend, samples=run.held_out, data=data)
-        planned = None if memory is None else memory.planned
-        speed = None
+        planned, speed = memory and memory.planned, None
         if platform.has_accelerator():
             from fsdptrain.trainer.speed import Speed, model_flops, peak_tflops
 
             peak = peak_tflops(platform.local_device(), backend.compute_dtype)
             speed = Speed(model_flops(backend.model), peak, copies=config.pack_copies)
+        source = build_source(config, data.stream, run.builder, sampler, run.advantages, engine=engine, threads=threads)
         yield TrainingLoop(
             config=config,
             run_folder=folder,
             tokenizer=run.tokenizer,
             stream=data.stream,
-            source=build_source(
-                config, data.stream, run.builder, sampler, run.advantages, engine=engine, threads=threads
-            ),
+            source=wrap(source) if wrap else source,
             loss=run.loss,
             advantages=run.advantages,
             backend=backend,

@@ -28,7 +28,7 @@ def generate_texts(
     """Generate `num_samples` texts per prompt. Each rank generates for its share of the prompts. Collective."""
     config = loop.config
     if loop.weight_sync is None:
-        raise ConfigError("generate() needs an engine, which --algorithm sft has not")
+        raise ConfigError("generate() needs an engine, which --algorithm sft and --replay-rollouts have not")
     engine = loop.weight_sync.engine
     if num_samples < 1:
         raise ConfigError(f"generate(num_samples={num_samples}) must be 1 or more")
@@ -53,7 +53,7 @@ def generate_texts(
 def evaluate(loop: TrainingLoop) -> Metrics:
     """Evaluate the current weights. Returns the metrics. Raises ConfigError if there are no held-out rows."""
     if loop.evaluation is None:
-        raise ConfigError("evaluate() needs held-out rows: set --eval-size or --eval-prompt-data, --eval-interval")
+        raise ConfigError("evaluate() needs --eval-size or --eval-prompt-data, --eval-interval, no --replay-rollouts")
     with _current_weights(loop):
         loop.evaluate()
     return {name: value for name, value in loop.metrics.items() if name.startswith("eval/")}

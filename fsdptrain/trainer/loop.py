@@ -31,6 +31,7 @@ from fsdptrain.types import Metrics
 if TYPE_CHECKING:
     from fsdptrain.protocols import Loss, TrainBackend
     from fsdptrain.trainer.evaluation import Evaluation
+    from fsdptrain.trainer.samples.recorded import RecordingSource
     from fsdptrain.trainer.samples.sft import SftSource
     from fsdptrain.trainer.sft_evaluation import LossEvaluation
     from fsdptrain.trainer.trainer import Trainer
@@ -46,7 +47,7 @@ class TrainingLoop:
     run_folder: RunFolder
     tokenizer: PreTrainedTokenizerBase
     stream: PromptStream
-    source: "RolloutSource | SftSource"
+    source: "RolloutSource | RecordingSource | SftSource"
     loss: "Loss"
     advantages: AdvantageRule
     backend: "TrainBackend"

@@ -67,7 +67,7 @@ def resolve(config: Config, tokenizer: PreTrainedTokenizerBase, environment: "Lo
         values = environment.values_for(config) if environment is not None else {}
     config = config.with_values(**values)
     config = config.with_values(**_thinking_mode(config, tokenizer))
-    if not config.generates or config.rollout.engine != "auto":
+    if not config.generates or config.run.replay_rollouts or config.rollout.engine != "auto":
         return config
     name = "hf" if config.has(Fact.EMBEDDED_ENGINE) else choose_engine("auto", device_type=platform.device_type())
     return _without_idle(config.with_values(rollout_engine=name))

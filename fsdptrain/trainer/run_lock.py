@@ -37,7 +37,7 @@ def lock_folder(config: Config) -> Iterator[None]:
         if dist.get_rank() == 0:
             file = _lock(path, holder)
     try:
-        if config.run.keep_last:  # every rank writes its own part
+        if config.run.keep_last or config.run.record_rollouts:  # every rank writes its own part
             with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
                 _require_shared(path, holder, min(_SEEN_S, config.launch.dist_timeout / 2))
         yield

@@ -99,7 +99,7 @@ def build_source(
         from fsdptrain.trainer.samples.sft import SftSource
 
         return SftSource(stream, builder, num_samples=config.samples_per_rollout)
-    assert sampler is not None, "reinforcement learning has an engine"
+    assert sampler is not None or config.run.replay_rollouts, "reinforcement learning has an engine"
     values: dict[str, Any] = {
         "stream": stream,
         "sampler": sampler,
