@@ -1,64 +1,36 @@
-"""A replay of recorded rollouts is the run that recorded them, bit by bit, without its engine."""
+"""What is replayed, and what is refused. That a replay is the recorded run, bit by bit, on ranks: test_train.py."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-import torch
-import torch.distributed as dist
 
 from fsdptrain import Trainer
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.trainer.samples.recorded import read_samples, write_samples
-from fsdptrain.types import Sample
-from tests.e2e.command import trained
-from tests.e2e.test_train import LABELS, learned
-from tests.testing import spawn, tiny_run, tiny_tokenizer
+from tests.distributed.test_exchange import key, make_samples
+from tests.testing import tiny_run, tiny_tokenizer
 
-ROWS = [{"prompt": f"say {i}", "label": label} for i, label in enumerate(LABELS)]
-OPTIONS = {"algorithm": "dapo", "reward": "tests.e2e.rewards:by_label", "global_batch_size": 8, "epochs_per_rollout": 2}
-OPTIONS |= {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 8, "num_rollout": 3}
-OPTIONS |= {"lr": 1e-3, "save_interval": 1, "keep_last": 3, "eval_size": 1}
+ROWS = [{"prompt": f"say {i}", "label": ""} for i in range(12)]
+OPTIONS = {"n_samples_per_prompt": 4, "reward": "tests.e2e.rewards:variety", "lr": 1e-3, "num_rollout": 3}
+OPTIONS |= {"save_interval": 1, "keep_last": 3, "eval_size": 1}
 
 
-def replay(checkpoint: Path, folder: Path, name: str, rows: list[dict[str, str]] = ROWS, **values: Any) -> None:
+def replay(checkpoint: Path, folder: Path, name: str, rows: list[dict[str, str]] = ROWS, **values: Any) -> list[bytes]:
+    """Return the last checkpoint."""
     recorded = {"replay_rollouts": str(folder / "run" / "rollouts"), "rollout_engine": "absent:engine"}
     Trainer(tiny_run(checkpoint, folder / name, **OPTIONS | recorded | values), dataset=rows).fit()
-
-
-def record_and_replay(checkpoint: Path, folder: Path) -> None:
-    replay(checkpoint, folder, "run", record_rollouts=True, replay_rollouts=None, rollout_engine="hf")
-    replay(checkpoint, folder, "replay", num_rollout=2)
-    replay(checkpoint, folder, "replay")  # goes on with step 3
-    if dist.get_rank() == 0:
-        file = folder / "run" / "rollouts" / "step_00000003" / "rank_0.parquet"
-        table = pyarrow.parquet.read_table(file)
-        rows = table.to_pylist()
-        rows[0]["reward"] += 0.25
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, table.schema), file)
-    replay(checkpoint, folder, "changed", resume=str(folder / "replay" / "checkpoints" / "step_00000002"))
+    shards = folder / name / "checkpoints" / "step_00000003" / "shards"
+    return [path.read_bytes() for path in sorted(shards.iterdir())]
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     folder = tmp_path_factory.mktemp("replay")
-    (folder / "run" / "rollouts" / "step_00000009").mkdir(parents=True)  # of a run that was resumed before it
-    spawn(2, record_and_replay, checkpoint, folder)
-    return folder
-
-
-def test_weights_optimizer_and_metrics_of_a_replay_are_those_of_the_run(folder: Path, checkpoint: Path) -> None:
-    steps = [folder / name / "checkpoints" / "step_00000003" / "shards" for name in ("run", "replay", "changed")]
-    run, again, changed = ({path.name: path.read_bytes() for path in step.iterdir()} for step in steps)
-    assert run == again != changed
-    assert learned(folder / "replay") == trained(learned(folder / "run"))
-    assert sorted(path.name[-1] for path in (folder / "run" / "rollouts").iterdir()) == ["1", "2", "3"]
-    replay(checkpoint, folder, "alone", num_rollout=1)  # on one rank
-    alone, whole = learned(folder / "alone")[0], learned(folder / "replay")[0]
-    assert [alone[name] for name in whole] == pytest.approx([*whole.values()], rel=1e-3, abs=1e-6)
+    (folder / "run" / "rollouts" / "step_00000009").mkdir(parents=True)  # of before a resume
+    return folder, replay(checkpoint, folder, "run", record_rollouts=True, replay_rollouts=None, rollout_engine="hf")
 
 
 @pytest.mark.parametrize(
@@ -71,19 +43,29 @@ def test_weights_optimizer_and_metrics_of_a_replay_are_those_of_the_run(folder: 
         ({"stop_when": "eval/heldout/accuracy>1"}, "no replay_rollouts"),
     ],
 )
-def test_what_cannot_be_replayed_is_one_line(folder: Path, checkpoint: Path, values: dict, line: str) -> None:
+def test_what_cannot_be_replayed_is_one_line(run: tuple[Path, Any], checkpoint: Path, values: dict, line: str) -> None:
     with pytest.raises(FsdptrainError, match=line):
-        replay(checkpoint, folder, "refused", **values)
+        replay(checkpoint, run[0], "refused", **values)
 
 
-def test_files_keep_every_field_that_training_reads(tmp_path: Path) -> None:
-    routes = torch.arange(12, dtype=torch.int16).view(3, 2, 2) - 1
-    part = Sample("g", [70, 71, 72], [False, True, True], [0.0, -0.1, -1e-9], policy_version=3, versions=[3, 3, 4])
-    whole = replace(part, reward=0.1, rewards={"a": 0.1}, truncated=True, routes=routes, others=(part, part))
-    blank = vars(Sample("", [], [], []))
-    assert {name for name, value in vars(whole).items() if repr(value) == repr(blank[name])} == {"advantage", "error"}
-    for samples in ([], [whole, Sample("h", [70], [True], [-2.0])]):
-        write_samples(tmp_path / "rank_0.parquet", samples, tiny_tokenizer())
+def test_a_replay_begins_at_a_checkpoint_with_the_samples_of_two_ranks(run: tuple[Path, Any], checkpoint: Path) -> None:
+    folder, whole = run
+    step = folder / "run" / "rollouts" / "step_00000003"
+    resume = str(folder / "run" / "checkpoints" / "step_00000002")
+    samples, facts = read_samples(step / "rank_0.parquet").samples, json.loads((step / "rollout.json").read_text())
+    (step / "rollout.json").write_text(json.dumps({**facts, "num_ranks": 2}))
+    for change in (0.0, 0.25):
+        samples[0] = replace(samples[0], reward=samples[0].reward + change)
+        for rank in range(2):
+            write_samples(step / f"rank_{rank}.parquet", samples[4 * rank : 4 * rank + 4], tiny_tokenizer())
+        assert (whole == replay(checkpoint, folder, f"changed {change}", resume=resume)) == (change == 0.0)
+
+
+def test_files_keep_all_that_training_reads(tmp_path: Path) -> None:
+    for rank in range(4):  # one of which has no samples
+        samples = [replace(each, advantage=0.0) for each in make_samples(rank, routes=True)]
+        episodes = [replace(each, others=tuple(samples[:number])) for number, each in enumerate(samples)]
+        write_samples(tmp_path / "rank_0.parquet", episodes, tiny_tokenizer())
         found = read_samples(tmp_path / "rank_0.parquet").samples
-        assert found == samples
-    assert torch.equal(found[0].routes, routes)
+        keys = ([[key(replace(x, others=())) for x in each.sequences] for each in made] for made in (episodes, found))
+        assert next(keys) == next(keys)

@@ -72,7 +72,8 @@ def test_a_killed_run_resumes_bitwise(checkpoint: Path, tmp_path: Path, num_rank
     rows = [{"prompt": f"say {i}", "label": label} for i, label in enumerate(LABELS)]
     data, reference = write_rows(tmp_path / "rows.jsonl", rows), save_tiny_checkpoint(tmp_path / "reference", seed=5)
     base = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--ref-load", str(reference), *SELECTIVE]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    base += ["--record-rollouts"]
+    whole, killed, replayed = (tmp_path / name for name in ("whole", "killed", "replayed"))
     result = command.run([*base, "--output-dir", str(whole)], tmp_path / "1", num_ranks=num_ranks)
     assert result.code == 0, result.err
 
@@ -85,7 +86,14 @@ def test_a_killed_run_resumes_bitwise(checkpoint: Path, tmp_path: Path, num_rank
     resumed = command.run(argv, tmp_path / "3", num_ranks=num_ranks)
 
     assert resumed.code == 0, resumed.err
-    assert learned(killed) == learned(whole)
+    argv = [*base, "--no-record-rollouts", "--rollout-engine", "no:engine", "--output-dir", str(replayed)]
+    argv += ["--replay-rollouts", str(killed / "rollouts")]
+    replay = command.run(argv, tmp_path / "4", num_ranks=num_ranks)
+    assert replay.code == 0, replay.err
+    assert learned(replayed) == learned(killed) == learned(whole)
+    shards = (sorted((run / "checkpoints" / "step_00000003" / "shards").iterdir()) for run in (whole, replayed))
+    first, second = ([path.read_bytes() for path in paths] for paths in shards)  # weights and optimizer
+    assert first == second
     assert same(load_files(killed / "hf"), load_files(whole / "hf"))
     for row in trained(metrics_of(whole)):
         assert row["selection/rounds"] > 1
