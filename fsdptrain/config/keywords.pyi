@@ -161,6 +161,8 @@ class Keywords(TypedDict, total=False):
     early_stop_evals: int
     stop_when: str | None
     profile_steps: str | None
+    record_rollouts: bool
+    replay_rollouts: str | None
     verify_weight_sync: bool
     log_to: str | list[str]
     log_project: str
