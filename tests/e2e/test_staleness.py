@@ -41,13 +41,15 @@ def test_without_staleness_an_engine_that_could_run_ahead_trains_bit_by_bit_as_o
     assert same(load_files(tmp_path / "queue" / "hf"), load_files(tmp_path / "in flight" / "hf"))
 
 
-def test_old_tokens_of_a_late_group_are_trained(checkpoint: Path, tmp_path: Path) -> None:
+def test_old_tokens_of_a_late_group_are_trained_and_replayed(checkpoint: Path, tmp_path: Path) -> None:
     """Prompt "say 0" is sampled with version 0, and its group is finished when the engine has version 3."""
-    rows = train(
-        checkpoint, tmp_path, "in flight", 1, num_rollout=5, n_samples_per_prompt=2, rollout_shuffle=False,
-        rollout_batch_size=2, rollout_engine="tests.e2e.engines:late",
-    )  # fmt: skip
+    options = {"num_rollout": 5, "n_samples_per_prompt": 2, "rollout_shuffle": False, "rollout_batch_size": 2}
+    late, run = {"rollout_engine": "tests.e2e.engines:late", "record_rollouts": True}, tmp_path / "run"
+    rows = train(checkpoint, run, "in flight", 1, **options | late)
     assert max(row["staleness/max"] for row in rows) >= 3
+    again = train(checkpoint, tmp_path / "again", "in flight", 1, **options, replay_rollouts=str(run / "rollouts"))
+    assert [row["staleness/mean"] for row in again] == [row["staleness/mean"] for row in rows]
+    assert same(load_files(tmp_path / "again" / "hf"), load_files(run / "hf"))
 
 
 def test_ranks_run_ahead_together(checkpoint: Path, tmp_path: Path) -> None:
