@@ -6,28 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from fsdptrain import Trainer
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.trainer.samples.recorded import read_samples, write_samples
 from tests.distributed.test_exchange import key, make_samples
+from tests.tensors import load_files, same
 from tests.testing import tiny_run, tiny_tokenizer
 
+Tensors = dict[str, Tensor]
 ROWS = [{"prompt": f"say {i}", "label": ""} for i in range(12)]
 OPTIONS = {"n_samples_per_prompt": 4, "reward": "tests.e2e.rewards:variety", "lr": 1e-3, "num_rollout": 3}
 OPTIONS |= {"save_interval": 1, "keep_last": 3, "eval_size": 1}
 
 
-def replay(checkpoint: Path, folder: Path, name: str, rows: list[dict[str, str]] = ROWS, **values: Any) -> list[bytes]:
-    """Return the last checkpoint."""
+def replay(checkpoint: Path, folder: Path, name: str, rows: list[dict[str, str]] = ROWS, **values: Any) -> Tensors:
+    """Return the last checkpoint: weights and optimizer."""
     recorded = {"replay_rollouts": str(folder / "run" / "rollouts"), "rollout_engine": "absent:engine"}
     Trainer(tiny_run(checkpoint, folder / name, **OPTIONS | recorded | values), dataset=rows).fit()
-    shards = folder / name / "checkpoints" / "step_00000003" / "shards"
-    return [path.read_bytes() for path in sorted(shards.iterdir())]
+    return load_files(folder / name / "checkpoints" / "step_00000003" / "shards")
 
 
 @pytest.fixture(scope="module")
-def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
+def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
     folder = tmp_path_factory.mktemp("replay")
     (folder / "run" / "rollouts" / "step_00000009").mkdir(parents=True)  # of before a resume
     return folder, replay(checkpoint, folder, "run", record_rollouts=True, replay_rollouts=None, rollout_engine="hf")
@@ -58,7 +60,8 @@ def test_a_replay_begins_at_a_checkpoint_with_the_samples_of_two_ranks(run: tupl
         samples[0] = replace(samples[0], reward=samples[0].reward + change)
         for rank in range(2):
             write_samples(step / f"rank_{rank}.parquet", samples[4 * rank : 4 * rank + 4], tiny_tokenizer())
-        assert (whole == replay(checkpoint, folder, f"changed {change}", resume=resume)) == (change == 0.0)
+        found = replay(checkpoint, folder, f"changed {change}", resume=resume)
+        assert same(found, whole) is (change == 0.0)
 
 
 def test_files_keep_all_that_training_reads(tmp_path: Path) -> None:
