@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from fsdptrain import platform
-from fsdptrain.fsdp.shards import local_shard, with_shard
+from fsdptrain.fsdp.shard_files import with_shard
+from fsdptrain.fsdp.shards import local_shard
 
 PIECE = 1 << 24  # elements per copy; a multiple of any vector width, so that splitting changes no bit
 _SLOTS = 2  # one is stepped, the other is copied

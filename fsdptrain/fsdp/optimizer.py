@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
-from fsdptrain.fsdp.optimizers import Build, build_optimizer, find_optimizer, parameter_groups
+from fsdptrain.fsdp.optimizers import OPTIMIZERS, Build, find_optimizer, parameter_groups
 from fsdptrain.model.structure import reshard
 from fsdptrain.types import Metrics
 
@@ -56,7 +56,13 @@ class Optimizer:
 
             self._lr_after = lr_schedule(config, total_steps=total_steps)
         groups = parameter_groups(self.names, model, config.weight_decay)
-        self.inner = build_optimizer(build or find_optimizer(config), groups, config, self.names)
+        build = build or find_optimizer(config)
+        if config.optimizer in OPTIMIZERS:
+            self.inner = build(groups, config)
+        else:
+            from fsdptrain.fsdp.custom_optimizer import build_optimizer
+
+            self.inner = build_optimizer(build, groups, config, self.names)
         self._host_adam = None
         if config.offload_optimizer:
             from fsdptrain.fsdp.host_adam import HostAdam

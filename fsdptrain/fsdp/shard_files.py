@@ -18,12 +18,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.shards import local_shard, with_shard
+from fsdptrain.fsdp.shards import local_shard
 
 _FILE_BYTES = 1 << 28  # per rank; a file passes through host memory whole, twice
+
+
+def with_shard(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return `part` as the shard of a tensor that is sharded like `tensor`. `part` may be on another device."""
+    return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
 
 
 class HostStager(AsyncStager):

@@ -6,7 +6,6 @@ such as an optimizer step, a load or a swap. Call `model.structure.reshard` befo
 """
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdptrain.model.loading.materialize import local_part
 
@@ -14,11 +13,6 @@ from fsdptrain.model.loading.materialize import local_part
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself, without copy or gradient. [local shape]"""
     return local_part(tensor.detach())
-
-
-def with_shard(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return `part` as the shard of a tensor that is sharded like `tensor`. `part` may be on another device."""
-    return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
