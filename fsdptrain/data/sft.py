@@ -1,5 +1,6 @@
 """Supervised samples: a response after a prompt, a conversation, or text."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -51,13 +52,14 @@ class SampleBuilder:
     budget: str = ""  # the options that set `max_tokens`
     num_tokens: int | None = None  # of the model's vocabulary; None: unknown
     overlong: str = "drop"  # --overlong-samples: what to do with samples longer than `max_tokens`
+    aggregation: str = "token_mean"  # --loss-aggregation
 
     @classmethod
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int | None) -> "SampleBuilder":
         overlong = config.batch.overlong_samples
         limit = None if overlong == "error" else config.max_tokens_per_pack
         limits = (config.prompt_budget, limit, config.pack_budget, num_tokens)
-        return cls(tokenizer, config.data, config.sft.loss_on, *limits, overlong)
+        return cls(tokenizer, config.data, config.sft.loss_on, *limits, overlong, config.algorithm.loss_aggregation)
 
     def build(self, prompt: Prompt) -> Sample:
         """Return the sample of an untokenized prompt, or of one with images. Raises UnusableRowError."""
@@ -65,11 +67,16 @@ class SampleBuilder:
             token_ids, weights = self._tokens(prompt)
             of_row = weight_of(prompt.metadata, is_row=True)
             weights = [of_row * weight for weight in weights]
+            if not math.isfinite(sum(weights)):
+                raise UnusableRowError("weight", f"row {prompt.id} has weights in the loss whose sum is not finite")
             sample = make_sample(prompt.id, token_ids, weights)
         except DataError as error:
             kind = error.kind if isinstance(error, UnusableRowError) else "template"
             named = str(error) if prompt.id in str(error) else f"row {prompt.id}: {error}"
             raise UnusableRowError(kind, named) from error
+        if sample.token_weights is not None and self.aggregation != "token_mean":
+            line = f"--loss-aggregation {self.aggregation}: row {prompt.id} has weights other than 0 and 1"
+            raise ConfigError(f"{line}, which need token_mean")
         largest = max(sample.token_ids)
         if self.num_tokens is not None and largest >= self.num_tokens and prompt.images is None:
             raise UnusableRowError(

@@ -4,6 +4,7 @@ Regular expressions are searched in the names of `model.named_parameters()`, of 
 """
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -28,7 +29,7 @@ def choose_trained(model: nn.Module, options: OptimConfig) -> None:
     log.info("%d of %d parameters are trained", len(trained) - len(frozen), len(parameter_names(model)))
     chosen: dict[str, str] = {}
     for pattern, factor in options.lr_scale.items():
-        if factor <= 0:
+        if not 0 < factor < math.inf:
             raise ConfigError(f"--lr-scale {pattern}={factor:g} must be above 0: --freeze keeps parameters unchanged")
         for name, *_ in _matching("--lr-scale", pattern, _trained(model)):
             if chosen.setdefault(name, pattern) != pattern:

@@ -73,13 +73,14 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     if data is not None and model[0] == RECIPE.flag and data.startswith("reasoning_gym:"):
         columns = (config_options()[key] for key in ("input_key", "label_key"))  # of the run: these data have others
         rows = [word for option in columns for word in (option.flag, str(option.default))]
-    sets = [source for _, source in parse_sets(given.get("eval_prompt_data", []))]
+    named = parse_sets(given.get("eval_prompt_data", []))
+    sets = [source for _, source in named]
     if sets and "prompt_data" not in values:  # which --reward auto and --system-prompt auto follow
         rows += ["--prompt-data", sets[0]]
     if data is not None and "eval_prompt_data" not in given and data != "environment":
         rows, sets = [*rows, "--eval-prompt-data", data], [data]
-    if sets and "eval_size" not in given and not any(source.startswith("reasoning_gym:") for source in sets):
-        rows += ["--eval-size", str(ALL)]
+    if "eval_size" not in given:
+        rows += _all_rows(named if "eval_set_options" not in given else [], sets)
     output = Path(given.get("output_dir") or _unused(f"runs/{name}-eval"))
     flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1"]
     if model[0] == RECIPE.flag and values.get("lora_init"):  # the checkpoint or the export holds the trained adapter
@@ -87,6 +88,14 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     if values.get("algorithm") != "sft":  # a supervised run computes a loss, and generates nothing
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
+
+
+def _all_rows(named: Sequence[tuple[str, str]], sets: Sequence[str]) -> list[str]:
+    """Return the options that score all rows of files; generated data have too many."""
+    if sets and not any(source.startswith("reasoning_gym:") for source in sets):
+        return ["--eval-size", str(ALL)]
+    files = [f"{name}.size={ALL}" for name, source in named if not source.startswith("reasoning_gym:")]
+    return ["--eval-set-options", *files] if files else []
 
 
 def _unused(folder: str) -> str:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdptrain.config.eval_sets import eval_sets
 from fsdptrain.config.flags import resolve
 from fsdptrain.config.written import to_yaml
-from fsdptrain.tools.evaluate import run_arguments
+from fsdptrain.tools.evaluate import ALL, run_arguments
 from tests.e2e import command
 from tests.e2e.command import metrics_of, rows_of
 from tests.e2e.conftest import Finished
@@ -66,6 +67,9 @@ def test_what_a_run_says_of_its_own_data_does_not_hinder_other_data(data: str, r
         (tmp_path / str(number) / "config.yaml").write_text(to_yaml(config))
         arguments, _ = run_arguments([str(tmp_path / str(number)), "--prompt-data", data])
         assert resolve(arguments).config.data.prompt_data == data
+    mixed = ["--eval-prompt-data", "a=reasoning_gym:spell_backward", "b=b.jsonl"]
+    sets = eval_sets(resolve(run_arguments([str(run / "hf"), *mixed])[0]).config)
+    assert [sets[name].data.eval_size for name in "ab"] == [None, ALL]  # None: 128
 
 
 def test_each_evaluation_has_a_folder_of_its_own(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

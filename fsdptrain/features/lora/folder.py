@@ -1,6 +1,8 @@
 """The folder of a peft adapter that --lora-init names: its options. Imports no torch."""
 
 import json
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,15 @@ def _read_config(folder: Path, flag: str) -> dict[str, Any]:
     unknown += ["init_lora_weights"] * (found.get("init_lora_weights") not in _KEEP_THE_BASE)
     for key in unknown:
         raise CheckpointError(f"{flag} has {key} {found[key]!r}, which is not supported: merge it by peft")
+    if found.get("lora_dropout"):
+        _warn_of_dropout(flag, found["lora_dropout"])
     if not (folder / WEIGHTS_FILE).is_file():
         is_pickle = (folder / _PICKLE).is_file()
         why = f"{_PICKLE} is a pickle, which may run code: load and save it by peft" if is_pickle else "it is missing"
         raise CheckpointError(f"{flag} needs {WEIGHTS_FILE}: {why}")
     return found
+
+
+@cache
+def _warn_of_dropout(flag: str, dropout: float) -> None:
+    logging.getLogger(__name__).warning("%s: trained on without its lora_dropout of %g", flag, dropout)

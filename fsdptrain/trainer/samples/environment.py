@@ -91,7 +91,7 @@ class Mixture:
     def tagged(self, result: RewardResult, prompt: Prompt) -> RewardResult:
         """Return the result with the reward once more under the name of the environment, for metrics."""
         tag = f"environment/{name_in(prompt.metadata, prompt.id, self.key, self.environments) or 'single_turn'}"
-        return replace(result, rewards={**result.rewards, tag: result.reward or 0.0})
+        return result if result.reward is None else replace(result, rewards={**result.rewards, tag: result.reward})
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,14 @@ class NcclTransfer:
         )
 
         weights = iter(weights)
-        while (part := pack_tensors(weights, itemgetter(1), _PART_BYTES)) is not None:
-            dtypes = [str(dtype).removeprefix("torch.") for dtype in part.dtypes]
-            info = {"names": part.names, "dtype_names": dtypes, "shapes": part.shapes}
-            yield info, lambda packed=part.packed_tensor: self._broadcast(packed)
+        try:
+            while (part := pack_tensors(weights, itemgetter(1), _PART_BYTES)) is not None:
+                dtypes = [str(dtype).removeprefix("torch.") for dtype in part.dtypes]
+                info = {"names": part.names, "dtype_names": dtypes, "shapes": part.shapes}
+                yield info, lambda packed=part.packed_tensor: self._broadcast(packed)
+        finally:
+            for _ in weights:  # the other ranks take part in every gather
+                pass
 
     def _broadcast(self, packed: Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -14,7 +14,7 @@ from fsdptrain.data.sft import SampleBuilder, untokenized
 from fsdptrain.data.sft_forms import UnusableRowError, warn_once
 from fsdptrain.data.sft_masks import ConversationEncoder
 from fsdptrain.data.tables import as_rows
-from fsdptrain.errors import DataError
+from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.trainer.samples.sft import check_first_rows
 from fsdptrain.types import Sample
 from tests.testing import CHAT_TEMPLATE, merging_tokenizer, tiny_tokenizer
@@ -208,6 +208,10 @@ def test_turns_and_rows_have_weights_and_0_is_a_mask(template: str, column: str,
         assert sample_of(masked, other) == sample_of(values, other, loss_on="last")
     with pytest.raises(UnusableRowError, match="has the weight 0, and --sft-loss-on all does not weight it"):
         sample_of(masked, template, loss_on="all")
+    with pytest.raises(ConfigError, match=r"^--loss-aggregation sequence_mean: row .* which need token_mean"):
+        sample_of(half, template, limits={"aggregation": "sequence_mean"})
+    with pytest.raises(UnusableRowError, match="is not finite"):
+        sample_of({**values, "weight": 1e308}, template)
 
 
 def test_truncation_is_a_row_cut_by_hand_and_tokens_are_the_row_that_was_tokenized() -> None:
