@@ -251,8 +251,8 @@ class Config(BaseModel):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL term in the loss."""
-        return self.algorithm.kl_loss_coef > 0
+        """Whether there is a KL term in the loss of a run that trains."""
+        return self.algorithm.kl_loss_coef > 0 and self.run.num_rollout > 0
 
     @property
     def total_optimizer_steps(self) -> int:

@@ -46,7 +46,7 @@ def open_backend(
 
         report_fallbacks(backend.kernels(), strict=config.model.strict)
     why = config.trains_zero_advantage
-    if config.algorithm.algorithm != "sft" and why:
+    if config.run.num_rollout and config.algorithm.algorithm != "sft" and why:
         log.info("samples with advantage 0 are not skipped: %s", why)
     if config.sync.offload_train and not platform.has_accelerator():
         log.warning("--offload-train: no GPU; this copies weights and saves no memory")

@@ -30,6 +30,7 @@ def test_a_checkpoint_has_the_scores_that_its_run_saw_on_other_ranks(run: Path, 
     argv = ["eval", "--checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "eval")]
     result = command.run(argv, tmp_path, num_ranks=2)
     assert result.code == 0, result.err
+    assert "reference model" not in result.err  # the run has one
     assert evaluation(tmp_path / "eval") == pytest.approx(evaluation(run))
     assert len(rows_of(tmp_path / "eval" / "samples.jsonl")) == 4 * 2
     assert "heldout/pass@2" in result.out
