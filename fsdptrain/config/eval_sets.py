@@ -47,16 +47,24 @@ def problems(config: "Config") -> Iterator[Problem]:
     names = [*(name for name, _ in sets), *(f"{name}_greedy" for name, _ in sets)]
     for text, (name, data) in zip(texts, sets, strict=True):
         if len(texts) > 1 and (data == text or names.count(name) > 1):  # the greedy samples of NAME are NAME_greedy
-            yield f"{flag} {text}: each of several sets needs a name of its own, NAME=DATA"
+            yield f"{flag} {text}: each of several sets needs a different name, NAME=DATA"
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII) or data in ("", "None"):
             form = "NAME=DATA with a name of letters, digits, _ - and ."
             yield f"{flag} {text}: a set is {form}; write a path that holds = as ./{text}, unset it by no value"
         if data == "environment":
             yield f"{flag} {text}: remove it, prompts are held out from --prompt-data environment"
+    for key in ("eval_metric", "stop_when"):
+        found = re.match(r"eval/(.*)/", config.value(key) or "")
+        if names and found and found[1] not in names:
+            yield f"{all_keys()[key].shown(config)}: the evaluation sets are {', '.join(dict(sets))}"
+    yield from _problems_of_settings(config, dict(sets), names)
+
+
+def _problems_of_settings(config: "Config", sets: Mapping[str, str], names: list[str]) -> Iterator[Problem]:
     for name, setting, value in _settings(config):
-        where, data = f"--eval-set-options {name}.{setting}", dict(sets).get(name)
+        where, data = f"--eval-set-options {name}.{setting}", sets.get(name)
         if data is None:
-            line = f"{where} has no effect: it is SET.SETTING=VALUE, SET one of {', '.join(dict(sets))}"
+            line = f"{where} has no effect: it is SET.SETTING=VALUE, SET one of {', '.join(sets)}"
             keeps = any(other in names for other, *_ in _settings(config))  # a flag takes the effect of all, or of none
             yield line if keeps else NoEffectError(line, "eval_set_options")
         elif not config.generates and setting not in _OF_ROWS:

@@ -59,7 +59,7 @@ def describe(annotation: Any) -> str:
         choices = get_args(args[0])
         return f"a list of {', '.join(map(str, choices)) or _NOUNS[args[0]][2:] + 's'}"
     if origin is dict:
-        return "a mapping (on the command line: key=value ...)"
+        return f"a mapping{' to numbers' * (float in args)} (on the command line: key=value ...)"
     return _NOUNS[annotation]
 
 

@@ -98,7 +98,7 @@ class RolloutConfig(Section):
         yield from misnamed("--rollout-engine", self.engine, ENGINE_NAMES, "rollout")
         for text in self.stop:
             if not text or "\ufffd" in text:  # which stands for a part of a character
-                yield f"--rollout-stop {text!r}: it must be a text without U+FFFD"
+                yield f"--rollout-stop {text!r}: it must be a text that is not empty and has no U+FFFD"
         budget, prompt, response = config.max_tokens_per_pack, self.max_prompt_len, self.max_response_len
         is_sft = config.algorithm.algorithm == "sft"
         if not is_sft and response >= budget:

@@ -75,8 +75,8 @@ class SampleBuilder:
             named = str(error) if prompt.id in str(error) else f"row {prompt.id}: {error}"
             raise UnusableRowError(kind, named) from error
         if sample.token_weights is not None and self.aggregation != "token_mean":
-            line = f"--loss-aggregation {self.aggregation}: row {prompt.id} has weights other than 0 and 1"
-            raise ConfigError(f"{line}, which need token_mean")
+            line = f"row {prompt.id} has weights other than 0 and 1, which need token_mean"
+            raise ConfigError(f"--loss-aggregation {self.aggregation}: {line}")
         largest = max(sample.token_ids)
         if self.num_tokens is not None and largest >= self.num_tokens and prompt.images is None:
             raise UnusableRowError(

@@ -184,8 +184,8 @@ def _tokens(values: Values, column: str) -> tuple[str, Tokens]:
         raise UnusableRowError("tokens", f"{column} and labels hold {columns!r:.60}, not lists of token ids")
     ids, labels = columns
     if len(ids) != len(labels) or any(b not in (a, _NO_LOSS) or a < 0 for a, b in zip(ids, labels, strict=True)):
-        line = f"{len(labels)} labels for {len(ids)} tokens of {column}: a label is the token of its own place, not the"
-        raise UnusableRowError("tokens", f"{line} next one, or -100 for no loss")
+        line = f"{len(labels)} labels do not fit {len(ids)} tokens of {column}: a label is the token of the same place"
+        raise UnusableRowError("tokens", f"{line}, not the next one, or -100 for no loss")
     for name, whole in (("attention_mask", [1] * len(ids)), ("position_ids", [*range(len(ids))])):
         if values.get(name) not in (None, whole):
             raise UnusableRowError("tokens", f"{name} shows several examples or padding: write one example per row")

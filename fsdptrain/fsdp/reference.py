@@ -28,8 +28,8 @@ class ReferenceBank:
         self._bank = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x) for x in live]
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._bank)
+    def gib(self) -> float:
+        return sum(tensor.nbytes for tensor in self._bank) / platform.GIB
 
     @contextmanager
     def swapped_into(self, model: nn.Module, features: Features = NO_FEATURES) -> Iterator[None]:
@@ -66,7 +66,5 @@ class ReferenceBank:
 
 def reference_line(bank: ReferenceBank | None) -> str:
     """Return the line of the log that says where the reference is and what it costs. None: it is under an adapter."""
-    where = "the model without its adapter, no memory"
-    if bank is not None:
-        where = f"on the host, {bank.nbytes / platform.GIB:.2f} GiB per rank"
+    where = f"on the host, {bank.gib:.2f} GiB per rank" if bank else "the model without its adapter, no memory"
     return f"reference model: {where}, one more forward pass per rollout; --kl-loss-coef 0 leaves it out"

@@ -45,9 +45,9 @@ def _matching(flag: str, pattern: str, trained: Sequence[tuple[str, ...]]) -> li
     try:
         found = [names for names in trained if any(re.search(pattern, name) for name in names)]
     except re.error as error:
-        raise ConfigError(f"{flag} {pattern!r} is not a regular expression: {error}") from error
+        raise ConfigError(f"{flag} {pattern} is not a regular expression: {error}") from error
     if not found:
         known = {re.split(r"\.\d+\.", name)[-1].removesuffix(".weight") for names in trained for name in names}
         near = ", ".join(get_close_matches(pattern, sorted(known), n=3, cutoff=0.0))
-        raise ConfigError(f"{flag} {pattern!r} matches no trained parameter; the nearest names are {near}")
+        raise ConfigError(f"{flag} {pattern} matches no parameter that is trained; the nearest names are {near}")
     return found

@@ -42,13 +42,13 @@ class ConsoleLogger:
         self._info = info
         self._clock = clock
         self._started = clock()
-        self._last_line = -math.inf
+        self._last_line, self._has_logged = -math.inf, False
         self._first_step = self._last_step = info.resumed_step or 0
         self._pace_from: tuple[int, float] | None = None  # first step of this process and when it ended
         _print(header(info))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._last_step = step
+        self._last_step, self._has_logged = step, True
         shown, eta = _pick(metrics), self._eta(step)
         if shown and self._due(step, metrics):
             total = self._info.total_steps
@@ -61,7 +61,8 @@ class ConsoleLogger:
     def close(self) -> None:
         end = f"{duration(self._clock() - self._started)}, written to {self._info.output_dir}"
         if self._last_step >= self._info.total_steps:
-            _print(f"done in {end}")
+            if self._info.total_steps or self._has_logged:  # else an evaluation that failed
+                _print(f"done in {end}")
             return
         saved = list_checkpoints(self._info.output_dir)
         resume_hint = "there is no checkpoint yet (--save-interval)"

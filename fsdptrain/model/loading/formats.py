@@ -30,6 +30,8 @@ def with_config(path: Path) -> Path:
         )
     if not (path / "config.json").is_file():
         what = f"give {path / EXPORT}" if (path / EXPORT).is_dir() else "is it the folder of a Hugging Face model?"
+        if (path / "adapter_config.json").is_file():
+            what = "it is an adapter: export its run with --lora-export merged"
         raise CheckpointError(f"--hf-checkpoint {path} has no config.json: {what}")
     if (path / "adapter_config.json").is_file():  # which transformers would apply
         raise CheckpointError(f"--hf-checkpoint {path} holds an adapter beside the model: merge it by peft, or move it")

@@ -112,7 +112,8 @@ def open_recorded(config: Config, folder: RunFolder) -> Callable[[Any], Recordin
                 there = f"steps {min(found)} to {max(found)}" if found else "none: name the folder rollouts of a run"
                 raise DataError(f"{where} lacks step {number} of --num-rollout {last}, has {there}")
             then = json.loads(found[number].read_text())["bound"]
-            others = [f"{name} {then[name]}, not {now}" for name, now in bound.items() if then.get(name, now) != now]
+            changed = {name: now for name, now in bound.items() if then.get(name, now) != now}
+            others = [f"other {x}" if x in _INPUTS else f"{x} {then[x]}, not {now}" for x, now in changed.items()]
             if others:
                 line = f"step {number} was recorded with {' and '.join(others)}: replay it with these"
                 raise DataError(f"{where}: {line}")

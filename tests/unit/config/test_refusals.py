@@ -122,10 +122,12 @@ COMPUTED = """
 --reward-timeout 901 | --reward-timeout 901; --dist-timeout | --dist-timeout 3600
 --prompt-data environment | --prompt-data; --environment | --environment my:calculator
 --eval-prompt-data environment | --eval-prompt-data; held out | --eval-prompt-data
---eval-prompt-data a=x.jsonl a=y.jsonl | a=x.jsonl; a name of its own, NAME=DATA | --eval-prompt-data a=x.jsonl a_=y.jsonl
---eval-prompt-data x.jsonl a=y.jsonl | x.jsonl; a name of its own | --eval-prompt-data heldout=x.jsonl a=y.jsonl
---eval-prompt-data a=x.jsonl a_greedy=y.jsonl | a_greedy=y.jsonl; a name of its own
+--eval-prompt-data a=x.jsonl a=y.jsonl | a=x.jsonl; a different name, NAME=DATA | --eval-prompt-data a=x.jsonl a_=y.jsonl
+--eval-prompt-data x.jsonl a=y.jsonl | x.jsonl; a different name | --eval-prompt-data heldout=x.jsonl a=y.jsonl
+--eval-prompt-data a=x.jsonl a_greedy=y.jsonl | a_greedy=y.jsonl; a different name
 --eval-prompt-data a/b=x.jsonl | a/b=x.jsonl; letters; ./a/b=x.jsonl | --eval-prompt-data ./a/b=x.jsonl
+--eval-prompt-data a=x.jsonl --eval-metric eval/c/accuracy | --eval-metric eval/c/accuracy; are a | --eval-metric eval/a_greedy/accuracy
+--eval-prompt-data a=x.jsonl --stop-when eval/c/accuracy>1 | --stop-when; are a | --stop-when eval/a/accuracy>1
 --eval-prompt-data a= | a=; a set is NAME=DATA | --eval-prompt-data a=x.jsonl
 --eval-prompt-data a=x.jsonl --eval-set-options a.sample=2 | a.sample; 'samples'; max_response_len | --eval-set-options a.samples=2
 --eval-prompt-data a=x.jsonl --eval-set-options a.samples=0 | a.samples; at least 1, got 0 | --eval-set-options a.temperature=0
