@@ -28,7 +28,7 @@ def parse_sets(texts: list[str]) -> list[tuple[str, str]]:
 
 
 def eval_sets(config: "Config") -> dict[str, "Config"]:
-    """Return the configuration of each evaluation set by name: that of the run with the settings of the set.
+    """Return the configuration of each evaluation set by name: the run's, with the settings of the set.
 
     Its --prompt-data are those of the set. Its section `reward` is another object only if the set has rewards.
     """

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedConfig, modeling_flash_attention_utils
 from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention import attention, blocks, varlen
@@ -139,6 +140,16 @@ def test_auto_takes_flash_attn_3_on_hopper_only(
     monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert resolve_attention("auto", "cuda", needs_package_attention=own) == name
+
+
+def test_a_plug_in_computes_the_attention_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "plugin_names", lambda kind: ["xpu"])
+    monkeypatch.setattr(attention, "resolve", lambda *_, **__: lambda q, *_: -q)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, VARLEN, ALL_ATTENTION_FUNCTIONS[VARLEN])
+    assert resolve_attention("auto", "xpu") == VARLEN
+    qkv = heads(1, 3, (2, 8), (2, 8), (2, 8))
+    found, _ = ALL_ATTENTION_FUNCTIONS[VARLEN](MODULE, *qkv, None, boundaries=boundaries([1, 2]))
+    assert torch.equal(found, -qkv[0])
 
 
 @pytest.mark.parametrize(
