@@ -21,9 +21,10 @@ class Entry:
 
     target: str  # folder:class
     conditions: tuple[str, ...]
+    only_trains: bool = False  # a run that only evaluates does not need it
 
     def enabled(self, config: Config) -> bool:
-        return any(map(config.holds, self.conditions))
+        return any(map(config.holds, self.conditions)) and not (self.only_trains and config.run.num_rollout == 0)
 
     def create(self, config: Config, checkpoint: Path) -> "Feature":
         folder, _, name = self.target.partition(":")
@@ -42,6 +43,6 @@ FEATURES = (
     Entry("moe:MoEFeature", ("router_replay",)),
     Entry("vision:VisionFeature", ("image_key",)),
     Entry("prefix_sharing:PrefixSharingFeature", ("prefix_sharing",)),
-    Entry("distillation:DistillationFeature", ("opd_teacher",)),
+    Entry("distillation:DistillationFeature", ("opd_teacher",), only_trains=True),
     Entry("fp8:Fp8Feature", ("fp8",)),  # after the probes of the others
 )

@@ -35,10 +35,8 @@ def require_shapes(model: nn.Module, config: Config, features: Features, found: 
     with features.without():
         own = fingerprint(model)
     if found != own:
-        raise CheckpointError(
-            f"--ref-load {config.ref.load} is {describe(found)}, but --hf-checkpoint is "
-            f"{describe(own)}: the reference must have the same shapes"
-        )
+        line = f"--ref-load {config.ref.load} is {describe(found)}, but --hf-checkpoint is {describe(own)}"
+        raise CheckpointError(f"{line}: the reference must have the same shapes")
 
 
 @contextmanager

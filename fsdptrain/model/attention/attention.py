@@ -100,10 +100,8 @@ def resolve_attention(requested: str, device_type: str, *, needs_package_attenti
         return SEGMENTS
     if requested in {"varlen", VARLEN}:
         if not has_varlen:
-            raise ConfigError(
-                f"--attn-implementation varlen needs CUDA or a plug-in attention.{device_type}, and this machine has "
-                "neither: auto or sdpa works on every device"
-            )
+            line = f"varlen needs CUDA or a plug-in attention.{device_type}, and this machine has neither"
+            raise ConfigError(f"--attn-implementation {line}: auto or sdpa works on every device")
         return VARLEN
     if requested in _FLASH and not _FLASH[requested]():
         raise ConfigError(f"--attn-implementation {requested} needs a GPU and its package: auto takes what there is")

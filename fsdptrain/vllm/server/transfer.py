@@ -28,6 +28,7 @@ class Transfer(Protocol):
 
     def updates(self, weights: Weights) -> Iterable[Update]:
         """Iterate `weights` to the end, at once or as the result is iterated. No updates on ranks that do not send."""
+        ...
 
 
 class FileTransfer:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdptrain.config import Config
+from fsdptrain.features import FEATURES
 from fsdptrain.features.distillation.divergence import Head, TopTokens, chunked_divergence, top_tokens, with_rest
 from fsdptrain.model.logit_passes import HeadTransform
 
@@ -90,3 +92,11 @@ def test_the_rest_is_what_the_chosen_tokens_leave() -> None:
     probabilities = with_rest(logits, ids).exp()
     torch.testing.assert_close(probabilities.sum(1), torch.ones(M, dtype=torch.float64))
     torch.testing.assert_close(probabilities[:, :3], logits.softmax(-1).gather(1, ids))
+
+
+@pytest.mark.parametrize("num_rollout", [0, 1])
+def test_a_run_that_only_evaluates_has_no_teacher(num_rollout: int) -> None:
+    config = Config(hf_checkpoint="x", algorithm="opd", opd_teacher="y", num_rollout=num_rollout)
+    assert [entry.target.partition(":")[0] for entry in FEATURES if entry.enabled(config)] == [
+        "distillation"
+    ] * num_rollout
