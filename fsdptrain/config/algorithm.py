@@ -61,8 +61,8 @@ class AlgorithmConfig(Section):
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum"] = "token_mean"
     """Weighting of tokens over the whole optimizer step and all ranks."""
     kl_loss_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
-    """Coefficient of the KL divergence to the reference model in the loss. 0: no reference model. Default: 0.001 with
-    the loss of --algorithm grpo."""
+    """Coefficient of the KL divergence to the reference model in the loss. 0: no reference model. --algorithm grpo,
+    the default, sets 0.001, except with another --loss."""
     kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, NEEDS_KL] = "k3"
     """Estimator of the KL divergence. `low_var_kl`: clamped k3."""
     use_unbiased_kl: Annotated[bool, RL_ONLY, NEEDS_KL] = False
