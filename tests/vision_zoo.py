@@ -27,18 +27,13 @@ _TEXT: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_TOWER = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
-QWEN_TOWER: dict[str, Any] = {
-    **_TOWER, "depth": 2, "num_heads": 2, "in_channels": 3, "out_hidden_size": 64, "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}  # fmt: skip
 _PLACES = {"vision_start_token_id": 261, "vision_end_token_id": 262, "image_token_id": IMAGE_TOKEN_ID} | {
     "video_token_id": 264
 }
 
 
 def _qwen2_5_vl() -> PreTrainedModel:
-    tower = {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
+    tower = {**zoo.QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
     text = {**_TEXT, "rope_parameters": {**_MROPE, "rope_type": "default"}}
     text.pop("head_dim")
     return hf.Qwen2_5_VLForConditionalGeneration(
@@ -47,7 +42,7 @@ def _qwen2_5_vl() -> PreTrainedModel:
 
 
 def _qwen3_vl() -> PreTrainedModel:
-    tower = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    tower = {**zoo.QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
     return hf.Qwen3VLForConditionalGeneration(
         hf.Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
@@ -55,7 +50,7 @@ def _qwen3_vl() -> PreTrainedModel:
 
 
 def _qwen3_5() -> PreTrainedModel:
-    tower = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
+    tower = {**zoo.QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
     rope = {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
     layers = ["linear_attention", "full_attention"]
     text = {**_TEXT, **zoo.GDN, "rope_parameters": rope, "layer_types": layers}
@@ -68,7 +63,7 @@ def _gemma3() -> PreTrainedModel:
     layers = ["sliding_attention", "full_attention"]
     text = {**_TEXT, "query_pre_attn_scalar": 16, "sliding_window": 16, "layer_types": layers}
     layers_and_heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    tower = {**_TOWER, **layers_and_heads, "image_size": 16, "vision_use_head": False}
+    tower = {**zoo.TOWER, **layers_and_heads, "image_size": 16, "vision_use_head": False}
     places: dict[str, Any] = {"boi_token_index": 261, "eoi_token_index": 262, "image_token_index": IMAGE_TOKEN_ID}
     text["tie_word_embeddings"] = True
     places |= {"mm_tokens_per_image": 4, "tie_word_embeddings": True}

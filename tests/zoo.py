@@ -22,6 +22,11 @@ _BASE = {
     **_TOKENS, "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
+QWEN_TOWER: dict[str, Any] = {
+    **TOWER, "depth": 2, "num_heads": 2, "in_channels": 3, "out_hidden_size": 64, "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}  # fmt: skip
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0} | {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

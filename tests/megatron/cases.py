@@ -23,7 +23,7 @@ from transformers import (
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.model.loading.meta import model_from_config
-from tests import families, vision_zoo, zoo
+from tests import families, zoo
 from tests.testing import save_hub
 
 VOCAB_SIZE = 263  # odd: tensor parallel must pad it
@@ -45,7 +45,7 @@ def config(family: str, **changes: Any) -> PreTrainedConfig:
         if family == "qwen3_next":
             return text
         text.rope_parameters |= _AXES
-        tower = vision_zoo.QWEN_TOWER | {"out_hidden_size": text.hidden_size, "num_position_embeddings": 64}
+        tower = zoo.QWEN_TOWER | {"out_hidden_size": text.hidden_size, "num_position_embeddings": 64}
         tied = text.tie_word_embeddings
         found = CONFIG_MAPPING[family](text_config=text.to_dict(), vision_config=tower, tie_word_embeddings=tied)
         found.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(found)].__name__]
