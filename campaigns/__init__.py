@@ -1,1 +1,1 @@
-"""Campaigns: programs that attack the trainer from outside. `python -m campaigns.NAME`; see docs/campaigns.md."""
+"""Campaigns: programs that attack the trainer from outside. `python -m campaigns.NAME`; see CONTRIBUTING.md."""

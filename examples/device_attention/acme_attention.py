@@ -1,4 +1,4 @@
-"""Attention over packs by one call for a device of your own: see docs/platforms.md."""
+"""Attention over packs by one call for a device of your own: see docs/own_parts.md."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Samples from agents: programs that call the model through an endpoint with the OpenAI API. See docs/agents.md."""
+"""Samples from agents, programs that call the model at an endpoint with the OpenAI API. See docs/environments.md."""
 
 import asyncio
 import logging

@@ -96,9 +96,9 @@ class EnvironmentConfig(Section):
 
     environment: Annotated[Names, RL_ONLY] = Field(default=[])
     """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name, see
-    docs/environments.md; several with --environment-key. Or an agent: an async function, see docs/agents.md."""
+    docs/environments.md; several with --environment-key. Or an agent: an async function, see docs/environments.md."""
     environment_command: Annotated[str | None, RL_ONLY, Excludes("environment"), Package("starlette", "agents")] = None
-    """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/agents.md."""
+    """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/environments.md."""
     environment_kwargs: Annotated[dict[str, Any], Requires("environment")] = Field(default={})
     """Arguments of the constructor, or of the agent's function. With --environment-key, by name of the environment."""
     max_turns: int = Field(default=8, ge=1)

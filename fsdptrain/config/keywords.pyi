@@ -1,4 +1,4 @@
-"""Types of the keywords of `Config`. Made by docs/generate_keywords.py."""
+"""Types of the keywords of `Config`. Made by docgen/generate_keywords.py."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict

@@ -48,7 +48,7 @@ class ModelConfig(Section):
         Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], NEUTRAL, FSDP_ONLY
     ] = "auto"
     """Attention over packs. `auto`: flash-attn 3 on Hopper if installed, else varlen on CUDA, else the plug-in of the
-    device (docs/platforms.md), else per-segment sdpa."""
+    device (docs/own_parts.md), else per-segment sdpa."""
     layout: Annotated[Literal["auto", "packed", "padded"], NEUTRAL, FSDP_ONLY] = "auto"
     """Layout of sequences in the model. `auto`: packed if a probe of the model proves it exact, else padded."""
     bf16: Annotated[bool | Literal["auto"], TUNING] = "auto"
@@ -62,7 +62,7 @@ class ModelConfig(Section):
     strict: Annotated[bool, NEUTRAL] = False
     """Make fallbacks (padding instead of packing, torch code instead of a kernel) errors instead of warnings."""
     deterministic_mode: Annotated[bool, NEUTRAL] = False
-    """Use deterministic kernels only; on a GPU vLLM uses its batch-invariant kernels. See docs/deterministic.md."""
+    """Use deterministic kernels only; on a GPU vLLM uses its batch-invariant kernels. See docs/optimizers.md."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -153,7 +153,7 @@ class LogConfig(Section):
 
 
 class LaunchConfig(Section):
-    """Processes on this machine. For several machines, use torchrun: see docs/launch.md."""
+    """Processes on this machine. For several machines, use torchrun: see docs/multi_node.md."""
 
     NAME = "launch"
     ON_RESUME = NEUTRAL

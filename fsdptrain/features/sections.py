@@ -94,7 +94,7 @@ class VisionConfig(Section):
         Requires("rollout_engine=auto|hf", fix="use --rollout-engine hf"),
     ] = None
     """Column of the images of a prompt: one or a list of file paths, bytes, or images opened by `datasets`. `<image>`
-    in the prompt marks each position; without marks, images come first. See docs/vision.md."""
+    in the prompt marks each position; without marks, images come first. See docs/images.md."""
     train_vision: Annotated[bool, Requires("image_key"), IdleWith("lora_rank", fix=_TARGETS)] = False
     """Also train the vision tower and its projector, which are frozen otherwise. Needs --image-key."""
 
@@ -207,7 +207,7 @@ class CompileConfig(Section):
     ON_RESUME = NEUTRAL
 
     compile: Annotated[bool, FSDP_ONLY] = False
-    """Apply torch.compile to each decoder layer, except attention. Needs a C++ compiler. See docs/compile.md."""
+    """Apply torch.compile to each decoder layer, except attention. Needs a C++ compiler. See docs/optimizers.md."""
 
 
 class LigerConfig(Section):
@@ -278,7 +278,7 @@ _NOT_TESTED_WITH_FP8 = Excludes("lora_rank", "liger", "fp16", "tensor_parallel_s
 
 
 class Fp8Config(Section):
-    """Computation in 8-bit floats: docs/fp8.md."""
+    """Computation in 8-bit floats: docs/optimizers.md."""
 
     NAME = "fp8"
     ON_RESUME = TUNING

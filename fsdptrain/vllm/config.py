@@ -34,7 +34,7 @@ class VllmConfig(Section):
     """Longest time of one request (vllm-server), or of one call with all prompts of a rank or one weight sync (vllm;
     with --max-staleness and agents: of one engine step). A longer one ends the run. [s]"""
     urls: Annotated[Names, _SERVERS] = Field(default=[])
-    """vllm-server: running servers, e.g. http://127.0.0.1:8000. See docs/vllm_servers.md."""
+    """vllm-server: running servers, e.g. http://127.0.0.1:8000. See docs/rollouts.md."""
     num_servers: Annotated[int | None, _SERVERS] = Field(default=None, ge=1)
     """vllm-server: number of servers to start on this machine, instead of --rollout-urls; they stop with the run."""
     server_python: Annotated[str | None, _SERVERS, _STARTED] = None

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process: one engine per rank, or one over several ranks. See docs/vllm.md.
+"""vLLM in the trainer's process: one engine per rank, or one over several ranks. See docs/rollouts.md.
 
 vLLM is imported when an engine is built, because it patches torch at import.
 """

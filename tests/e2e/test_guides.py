@@ -37,13 +37,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words, reward, _ = snippets("tutorial_cpu.md")
     exec(words, {})
     (tmp_path / "rewards.py").write_text(reward)
-    parts = [code for code in snippets("guide_own_parts.md") if "Trainer" not in code]
+    parts = [code for code in snippets("own_parts.md") if "Trainer" not in code]
     (tmp_path / "my_parts.py").write_text("\n\n".join(parts))
     return tmp_path
 
 
 def test_a_run_takes_all_parts_of_the_guide(folder: Path, checkpoint: Path) -> None:
-    flags = [str(checkpoint) if word == MODEL else word for word in first_command("guide_own_parts.md")]
+    flags = [str(checkpoint) if word == MODEL else word for word in first_command("own_parts.md")]
     flags += ["--reward-workers", "0"]  # processes take seconds to import the module
     result = command.run(flags, folder / "log", variables={"PYTHONPATH": str(folder)})
     assert result.code == 0, result.err
@@ -53,7 +53,7 @@ def test_a_run_takes_all_parts_of_the_guide(folder: Path, checkpoint: Path) -> N
 
 
 def test_the_snippet_of_the_python_api_runs(folder: Path, checkpoint: Path) -> None:
-    (code,) = (code for code in snippets("guide_own_parts.md") if "Trainer" in code)
+    (code,) = (code for code in snippets("own_parts.md") if "Trainer" in code)
     (folder / "script.py").write_text(
         code.replace(MODEL, str(checkpoint)).replace("Config(", "Config(reward_workers=0, ")
     )

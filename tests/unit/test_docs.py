@@ -22,7 +22,7 @@ PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md"))]
 LINK = re.compile(r"\[[^]]*\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 MENTIONED = re.compile(r"\bdocs/([\w.]+\.md)(?:#([\w-]+))?")
-FOLDERS = ("fsdptrain", "recipes", "examples", "benchmarks", "campaigns", "docs", "tests")
+FOLDERS = ("fsdptrain", "recipes", "examples", "benchmarks", "campaigns", "docgen", "docs", "tests")
 SUFFIXES = {".py", ".yaml", ".md", ".sbatch", ".toml", ".json"}
 GENERATED = {  # page -> script and function, with its arguments
     "algorithms.md": ("generate_algorithms.py", "algorithms_page"),
@@ -35,14 +35,16 @@ GENERATED = {  # page -> script and function, with its arguments
         for other in ("trl", "verl", "prime_rl", "slime")
     },
 }
-GUIDES = ("get_started", "tutorial_*", "guide_*", "agents", "distillation", "evaluation", "sft", "coming_from_*")
+GUIDES = ("install", "tutorial_*", "math_and_code", "tools_and_agents", "images", "sft", "distillation", "lora", "moe")
+GUIDES += ("multi_node", "asynchronous", "evaluation", "own_parts", "environments", "coming_from_*")
 WITH_COMMANDS = [README, *sorted(path for name in GUIDES for path in DOCS.glob(f"{name}.md"))]
 OF_COMMANDS = {"--recipe", "--help", "--help-all", "--json", "--rollouts", "--num-gpus", "--gpu-memory-gib", "--output"}
 OF_COMMANDS |= {"--checkpoint", "--host-memory-gib", "--model"}
 OF_OTHER_PROGRAMS = {
     *("--constraint", "--dry-run", "--ignore-installed"),  # pip
-    *("--max-restarts", "--nnodes", "--rdzv-endpoint", "--rdzv-id"),  # torchrun
-    *("--generation-config", "--enable-scale-out", "--tokens-only"),  # vLLM
+    *("--max-restarts", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr"),  # torchrun
+    *("--build-arg", "--target", "--no-build-isolation", "--requeue", "--shutdown-timeout"),  # docker, pip, Slurm, vLLM
+    *("--generation-config", "--enable-scale-out", "--scheduling-policy", "--tokens-only"),  # vLLM
     *("--shm-size", "--tasks", "--include_path"),  # docker, lm_eval
 }
 ELLIPSIS = "..."
@@ -103,8 +105,8 @@ def test_tests_that_pages_name_exist() -> None:
 @pytest.mark.parametrize("page", GENERATED)
 def test_a_generated_page_is_up_to_date(page: str) -> None:
     script, make, *arguments = GENERATED[page]
-    generated = runpy.run_path(str(DOCS / script))[make](*arguments)
-    assert text_of(DOCS / page) == generated, f"run: python docs/{script}"
+    generated = runpy.run_path(str(ROOT / "docgen" / script))[make](*arguments)
+    assert text_of(DOCS / page) == generated, f"run: python docgen/{script}"
 
 
 @cache

@@ -93,7 +93,7 @@ def _start(config: Config, checkpoint: Path, weights: Path, key: str, device: to
 
 
 def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[str]:
-    """The flags of a server; docs/vllm_servers.md gives them to users who start their own."""
+    """The flags of a server; docs/rollouts.md gives them to users who start their own."""
     args = config.section(VllmConfig).engine_args
     require_free(args, _RESERVED)
     options: dict[str, Any] = {

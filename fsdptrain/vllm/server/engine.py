@@ -1,4 +1,4 @@
-"""The rollout engine of vLLM servers, over HTTP: docs/vllm_servers.md.
+"""The rollout engine of vLLM servers, over HTTP: docs/rollouts.md.
 
 Rank 0 pushes new weights to all servers; every rank generates the completions of its own prompts. A server that fails
 or does not answer ends the run.

@@ -1,10 +1,10 @@
-"""Write the tables of docs/coming_from_*.md from fsdptrain/config/other_names.ini: `python docs/generate_names.py`."""
+"""Write the tables of docs/coming_from_*.md from config/other_names.ini: `python docgen/generate_names.py`."""
 
 from pathlib import Path
 
 from fsdptrain.config.other_names import NONE, tables
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1] / "docs"
 TITLES = {"trl": "TRL", "verl": "verl", "prime_rl": "prime-rl", "slime": "slime"}
 
 

@@ -1,4 +1,4 @@
-"""Write fsdptrain/config/keywords.pyi, the types of the keywords of `Config`: `python docs/generate_keywords.py`."""
+"""Write fsdptrain/config/keywords.pyi, the types of the keywords of `Config`: `python docgen/generate_keywords.py`."""
 
 import types
 from pathlib import Path
@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from fsdptrain.config.keys import all_keys, all_sections
 
 PAGE = Path(__file__).parents[1] / "fsdptrain" / "config" / "keywords.pyi"
-HEAD = '''"""Types of the keywords of `Config`. Made by docs/generate_keywords.py."""
+HEAD = '''"""Types of the keywords of `Config`. Made by docgen/generate_keywords.py."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
