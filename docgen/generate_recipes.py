@@ -13,7 +13,7 @@ from fsdptrain.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-FOLDERS = (ROOT / "fsdptrain" / "recipes", ROOT / "recipes")
+FOLDER = ROOT / "fsdptrain" / "recipes"
 
 RECIPES = """\
 # Recipes
@@ -42,8 +42,7 @@ def recipes_page() -> str:
 
 
 def recipe_files() -> list[Path]:
-    folder = next(folder for folder in FOLDERS if list(folder.glob("*.yaml")))
-    return sorted(folder.glob("*.yaml"))
+    return sorted(FOLDER.glob("*.yaml"))
 
 
 def _row(file: Path) -> Iterator[str]:

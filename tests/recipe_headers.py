@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[1] / "fsdptrain" / "recipes").glob("*.yaml"))
 HARDWARE = re.compile(r"CPU|(?:(\d+) nodes x )?(\d+) x (\d+) GB")
 
 

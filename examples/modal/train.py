@@ -12,7 +12,7 @@ import subprocess
 
 import modal
 
-COMMAND = "fsdptrain --recipe recipes/gsm8k_qwen3_4b.yaml --output-dir /runs/gsm8k_qwen3_4b"
+COMMAND = "fsdptrain --recipe gsm8k_qwen3_4b --output-dir /runs/gsm8k_qwen3_4b"
 GPU = "H100"  # "H100:8" for eight
 
 image = (

@@ -11,7 +11,7 @@ from tests.e2e.command import UNEVALUATED
 from tests.matrix import only
 from tests.testing import save_tiny_checkpoint
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "spell_backward_demo.yaml"
+QUICKSTART = Path(__file__).parents[2] / "fsdptrain" / "recipes" / "spell_backward_demo.yaml"
 QUICK = ["--num-rollout", "1", "--eval-interval", "0", "--keep-last", "0", "--no-export"]
 TINY = [*UNEVALUATED, "--num-rollout", "1", "--keep-last", "0", "--no-export"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("fsdptrain", "recipes", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("fsdptrain", "pyproject.toml", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.matrix
 
@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for source in map(ROOT.joinpath, SOURCES):
         if source.is_dir():
-            shutil.copytree(source, folder / source.name, symlinks=True, ignore=ignore)
+            shutil.copytree(source, folder / source.name, ignore=ignore)
         elif source.exists():
             shutil.copy(source, folder)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", "."]
@@ -58,7 +58,7 @@ def run(installed: Path, folder: Path, *argv: str) -> str:
 def test_the_wheel_has_the_recipes_the_demo_and_the_license(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {f"fsdptrain/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")} <= names
+    assert {f"fsdptrain/recipes/{path.name}" for path in (ROOT / "fsdptrain" / "recipes").glob("*.yaml")} <= names
     assert {"fsdptrain/tools/demo/model.json", "fsdptrain/py.typed"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names) == (ROOT / "LICENSE").exists()
     assert all(name.startswith(("fsdptrain/", "fsdptrain-")) for name in names)

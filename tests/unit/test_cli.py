@@ -31,7 +31,7 @@ MODEL = ["--hf-checkpoint", "Qwen/Qwen3-4B"]
 LOCAL = ["--hf-checkpoint", str(configs.CONFIGS / "qwen3-4b")]
 MEGATRON = ["--backend", "megatron", "--megatron-tensor-parallel"]
 SET = ["--eval-prompt-data", "a=rows.jsonl", "--eval-set-options"]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted((ROOT / "fsdptrain" / "recipes").rglob("*.yaml"))
 
 
 class Done(NamedTuple):
@@ -255,7 +255,7 @@ def test_recipes_are_listed_and_shown(fsdptrain):
     assert [line.split()[0] for line in listed.out.splitlines()] == [path.stem for path in RECIPES]
     assert re.search(r"^spell_backward_demo +CPU +GRPO of a model of 0.1 M parameters .*\.$", listed.out, re.MULTILINE)
     shown = fsdptrain("recipes", "show", "spell_backward_demo")
-    assert shown.out == (ROOT / "recipes" / "spell_backward_demo.yaml").read_text()
+    assert shown.out == (ROOT / "fsdptrain" / "recipes" / "spell_backward_demo.yaml").read_text()
     unknown = fsdptrain("recipes", "show", "spell_backwards_demo")
     assert unknown.code == 2
     assert "did you mean 'spell_backward_demo'?" in unknown.err

@@ -22,7 +22,7 @@ PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md"))]
 LINK = re.compile(r"\[[^]]*\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 MENTIONED = re.compile(r"\bdocs/([\w.]+\.md)(?:#([\w-]+))?")
-FOLDERS = ("fsdptrain", "recipes", "examples", "benchmarks", "campaigns", "docgen", "docs", "tests")
+FOLDERS = ("fsdptrain", "examples", "benchmarks", "campaigns", "docgen", "docs", "tests")
 SUFFIXES = {".py", ".yaml", ".md", ".sbatch", ".toml", ".json"}
 GENERATED = {  # page -> script and function, with its arguments
     "algorithms.md": ("generate_algorithms.py", "algorithms_page"),

@@ -9,7 +9,7 @@ from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import PRESETS
 from fsdptrain.config.recipe import ALGORITHM_OWN, SUPERSEDED, load_recipe
 
-QUICKSTART = Path(__file__).parents[3] / "recipes" / "spell_backward_demo.yaml"
+QUICKSTART = Path(__file__).parents[3] / "fsdptrain" / "recipes" / "spell_backward_demo.yaml"
 
 
 def decided(config):
