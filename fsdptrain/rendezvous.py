@@ -21,8 +21,8 @@ def open_store(ranks: RankVariables, timeout_s: float) -> dist.Store:
     """
     if ranks.keeps_store_over_restarts:
         raise ConfigError(
-            "torchrun --max-restarts on several machines needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment "
-            "of torchrun: otherwise restarted ranks read the addresses of dead ones (pytorch issue 135712)"
+            "torchrun --max-restarts on multiple machines needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's "
+            "environment: otherwise restarted ranks read the addresses of dead ones (pytorch issue 135712)"
         )
     _set_gloo_interface(ranks)
     store: dist.Store = _connect(ranks, timeout_s)

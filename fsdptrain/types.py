@@ -148,7 +148,7 @@ class Completion:
             logprob = next(x for x in self.logprobs if not math.isfinite(x))
             raise RolloutError(
                 f"--rollout-engine: a sampled token of prompt {self.prompt_id!r} has the logprob {logprob}; an engine "
-                "must return those of the distribution that it sampled from"
+                "must return logprobs of the distribution that it sampled from"
             )
 
     @property

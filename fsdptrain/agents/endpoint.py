@@ -102,7 +102,7 @@ class Endpoint:
         try:
             key = _key(request)
             if not self._episodes.is_open(key):
-                raise CallError(401, "the API key is not that of an open episode", code="invalid_api_key")
+                raise CallError(401, "the API key belongs to no open episode", code="invalid_api_key")
             return await handle(request, key)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it

@@ -285,7 +285,7 @@ class AgentSampler:
                     episode.fail(describe(result))
                 elif not episode.record.calls:
                     refused = episode.counts["refused_calls"]
-                    episode.fail(f"the agent made no model call{f'; {refused} were refused' if refused else ''}")
+                    episode.fail(f"the agent made no model call{f'; {refused} were rejected' if refused else ''}")
         finally:
             cancelled.set()
             generation.close()

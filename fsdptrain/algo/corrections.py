@@ -73,7 +73,7 @@ def _masked(w: Tensor, low: float, high: float) -> Tensor:
 
 
 CORRECTIONS: Mapping[str, Correction] = {
-    "none": Correction(_of_token, lambda w, *_: torch.ones_like(w), "1", "bounds are those of mismatch/out_of_bounds"),
+    "none": Correction(_of_token, lambda w, *_: torch.ones_like(w), "1", "same bounds as mismatch/out_of_bounds"),
     "tis": Correction(_of_token, torch.clamp, "clamp(w_t, low, high)", "truncated importance sampling, 2025"),
     "tis_sequence": Correction(
         sequence_sum, torch.clamp, "clamp(exp(sum_t log w_t), low, high)", "the same for whole sequences"

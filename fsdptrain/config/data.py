@@ -39,10 +39,10 @@ class DataConfig(Section):
     chat_template_kwargs: Annotated[dict[str, Any], Requires("apply_chat_template")] = Field(default={})
     """Arguments of the chat template, e.g. `enable_thinking: false`."""
     system_prompt: str = "auto"
-    """System message before each prompt; "" for none. `auto`: that of the environment; for reasoning_gym data, an
+    """System message before each prompt; "" for none. `auto`: the environment's; for reasoning_gym data, an
     instruction to use <answer> tags; else none."""
     eval_prompt_data: Annotated[Names, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(default=[])
-    """Evaluation data, in any form of --prompt-data; or several sets: NAME=DATA NAME=DATA, reported as eval/NAME.
+    """Evaluation data, in any form of --prompt-data; or multiple sets: NAME=DATA NAME=DATA, reported as eval/NAME.
     Default: rows held out from --prompt-data."""
     eval_set_options: Annotated[dict[str, Any], NEUTRAL, Requires("eval_prompt_data")] = Field(default={})
     """Settings of single evaluation sets, e.g. `gsm8k.temperature=0 gsm8k.samples=4`: see docs/evaluation.md."""
@@ -71,8 +71,8 @@ class RewardConfig(Section):
     max_unscored_fraction: Annotated[float, NEUTRAL, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
     """Stop if more than this fraction of a rollout's samples could not be scored."""
     reward_timeout: Annotated[float | None, NEUTRAL, RL_ONLY] = Field(default=None, gt=0.0)
-    """Deadline of one --reward call; of a reward of lists, for all samples of a rank. The sample is then unscored, and
-    its process is killed and replaced. The run ends if late calls of all rewards cost a rank half of --dist-timeout,
+    """Deadline of one --reward call; of a batched reward, for all samples of a rank. The sample then has no score, and
+    its process is killed and replaced. The run ends if timed-out calls cost a rank half of --dist-timeout,
     divided by 1 + --max-staleness, in one rollout. Default: 300, or less if --dist-timeout requires it. [s]"""
     reward_workers: Annotated[int | None, NEUTRAL, RL_ONLY] = Field(default=None, ge=0)
     """Processes per rank and per --reward. 0: none; the trainer calls it, without a deadline. Default: the cores of
@@ -96,7 +96,7 @@ class EnvironmentConfig(Section):
 
     environment: Annotated[Names, RL_ONLY] = Field(default=[])
     """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name, see
-    docs/environments.md; several with --environment-key. Or an agent: an async function, see docs/environments.md."""
+    docs/environments.md; multiple ones with --environment-key. Or an agent: an async function, see the same page."""
     environment_command: Annotated[str | None, RL_ONLY, Excludes("environment"), Package("starlette", "agents")] = None
     """Program that runs one episode of an agent; it calls the model at OPENAI_BASE_URL. See docs/environments.md."""
     environment_kwargs: Annotated[dict[str, Any], Requires("environment")] = Field(default={})
@@ -106,7 +106,7 @@ class EnvironmentConfig(Section):
     max_observation_len: int = Field(default=512, ge=1)
     """Maximum length of an observation; longer ones are truncated. [tokens]"""
     environment_timeout: Annotated[float | None, NEUTRAL] = Field(default=None, gt=0.0)
-    """Deadline of a reply (60 by default) or an agent's episode (a third of --dist-timeout); else unscored. [s]"""
+    """Deadline of a reply (60 by default) or an agent's episode (a third of --dist-timeout), then no score. [s]"""
     environment_workers: Annotated[int, NEUTRAL] = Field(default=32, ge=1)
     """Concurrent environment calls, or episodes of an agent, per rank. [threads]"""
 
@@ -129,7 +129,7 @@ class SftConfig(Section):
     RULES = (Requires("algorithm=sft"),)
 
     loss_on: LossOn = "assistant"
-    """Tokens with a loss: those of all assistant turns, of the last one, or all tokens. Plain text: all."""
+    """Tokens with a loss: all assistant turns, the last one, or all tokens. Plain text: all."""
 
 
 def sft_options(config: "Config") -> SftConfig | None:

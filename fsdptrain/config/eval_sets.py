@@ -47,7 +47,7 @@ def problems(config: "Config") -> Iterator[Problem]:
     names = [*(name for name, _ in sets), *(f"{name}_greedy" for name, _ in sets)]
     for text, (name, data) in zip(texts, sets, strict=True):
         if len(texts) > 1 and (data == text or names.count(name) > 1):  # the greedy samples of NAME are NAME_greedy
-            yield f"{flag} {text}: each of several sets needs a different name, NAME=DATA"
+            yield f"{flag} {text}: with multiple sets, each needs a different name, NAME=DATA"
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII) or data in ("", "None"):
             form = "NAME=DATA with a name of letters, digits, _ - and ."
             yield f"{flag} {text}: a set is {form}; write a path that holds = as ./{text}, unset it by no value"

@@ -17,7 +17,7 @@ _NEEDS_LENGTH = Requires("@generates", "loss_aggregation=fixed_length", reason="
 NEEDS_IN_FLIGHT = (
     "needs an engine that keeps requests across weight syncs, --rollout-engine vllm or vllm-server: set it to 0"
 )
-_OWN_DEVICES = "with servers, which have devices of their own: remove it"
+_OWN_DEVICES = "with servers, which have separate devices: remove it"
 
 
 class BatchConfig(Section):
@@ -78,12 +78,12 @@ class RolloutConfig(Section):
     top_k: Annotated[int | None, RL_ONLY] = Field(default=None, ge=1)
     """Sample from the k most likely tokens. The trainer's logprobs use the same set. Default: off. [tokens]"""
     min_p: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0, le=1.0)
-    """Keep tokens whose probability is at least min_p times that of the most likely token. The trainer's logprobs use
+    """Keep tokens whose probability is at least min_p times the highest one. The trainer's logprobs use
     the same set."""
     stop: Annotated[Names, RL_ONLY] = Field(default=[])
     """Texts that end a response and belong to it, in evaluations too, e.g. `</answer>`. See docs/rollouts.md."""
     stop_token_ids: Annotated[list[int], RL_ONLY] = Field(default=[])
-    """Token ids that end a response, in evaluations too, in addition to those of the model."""
+    """Token ids that end a response, in evaluations too, in addition to the model's."""
     max_batch_tokens: Annotated[int, NEUTRAL, RL_ONLY, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
         default=262_144, ge=1
     )

@@ -52,7 +52,7 @@ class RunConfig(Section):
     rejected, also of their files. `never`: an output_dir in use is an error. Or a checkpoint directory, which allows
     any changes."""
     save_interval: Annotated[int, Requires("keep_last")] = Field(default=50, ge=0)
-    """Rollouts between checkpoints. 0: only the last one, and those of --keep-best; none if --keep-last is 0."""
+    """Rollouts between checkpoints. 0: only the last one, and any kept by --keep-best; none if --keep-last is 0."""
     keep_last: int = Field(default=2, ge=0)
     """Number of newest checkpoints to keep; 0: write none."""
     keep_best: Annotated[int, Requires("keep_last"), *_EVALUATES] = Field(default=0, ge=0)
@@ -70,8 +70,8 @@ class RunConfig(Section):
         Literal["auto", "source", "bfloat16", "float32"], EXPORT_CHOICE, Requires("export", "export_every_save")
     ] = "auto"
     """Dtype of the exported model. `auto`: the one that the run computes with, so the export is the model that was
-    evaluated. `source`: that of --hf-checkpoint. Tensors that --hf-checkpoint stores in more precision than the others
-    keep it."""
+    evaluated. `source`: the dtype of --hf-checkpoint. Tensors that --hf-checkpoint stores in higher precision than the
+    others keep it."""
     push_to_hub: Annotated[str | None, Requires("export")] = None
     """Private repository of the Hugging Face Hub, e.g. name/model, that gets the exported model and a model card at the
     end. Default: none."""
@@ -84,8 +84,8 @@ class RunConfig(Section):
     eval_greedy: Annotated[bool, *_OF_EVALUATIONS] = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
     eval_metric: Annotated[str | None, *_EVALUATES] = None
-    """Metric of evaluations that ranks the steps: the lowest loss, perplexity, truncated or unscored is best, of others
-    the highest. Default: accuracy, or loss with `--algorithm sft`, of the first evaluation set."""
+    """Metric of evaluations that ranks the steps: lowest is best for loss, perplexity, truncated and unscored, else
+    highest. Default: accuracy, or loss with `--algorithm sft`, of the first evaluation set."""
     early_stop_evals: Annotated[int, *_EVALUATES] = Field(default=0, ge=0)
     """End the run after so many evaluations in a row without a new best --eval-metric. 0: never."""
     stop_when: str | None = None

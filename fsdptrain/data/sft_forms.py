@@ -188,7 +188,7 @@ def _tokens(values: Values, column: str) -> tuple[str, Tokens]:
         raise UnusableRowError("tokens", f"{line}, not the next one, or -100 for no loss")
     for name, whole in (("attention_mask", [1] * len(ids)), ("position_ids", [*range(len(ids))])):
         if values.get(name) not in (None, whole):
-            raise UnusableRowError("tokens", f"{name} shows several examples or padding: write one example per row")
+            raise UnusableRowError("tokens", f"{name} shows multiple examples or padding: write one example per row")
     return " ".join(map(str, ids)), Tokens(ids, [label != _NO_LOSS for label in labels])
 
 

@@ -240,7 +240,7 @@ def load_table(name: str, options: dict[str, Any], *, flag: str) -> "Table | dat
         options = {"split": "train", **options}
         files = [file for file in path.rglob("*") if file.suffix in FILE_FORMATS] if path.is_dir() else []
         if len(forms := {FILE_FORMATS[file.suffix] for file in files}) > 1:
-            log.warning("%s %s has files of %s: `datasets` reads those of one form", flag, path, " and ".join(forms))
+            log.warning("%s %s has %s files: `datasets` reads only one form", flag, path, " and ".join(forms))
         if forms == {"csv"}:
             split = str(options.pop("split"))
             builder = datasets.load_dataset_builder(name, **options)

@@ -29,7 +29,7 @@ def build_optimizer(
             f"{flag} leaves out {len(left_out)} trained parameters, e.g. {left_out[0]}: put all of `groups` into it"
         )
     if len(members) > len(trained):
-        raise ConfigError(f"{flag} has parameters that are not trained: put only those of `groups` into it")
+        raise ConfigError(f"{flag} has parameters that are not trained: put only parameters from `groups` into it")
     if options.lr_scale and any("lr_scale" not in group for group in found.param_groups):
         raise ConfigError(f"{flag} drops `lr_scale` of its groups, which --lr-scale sets: keep it")
     return found

@@ -67,7 +67,7 @@ class Optimizer:
         if config.offload_optimizer:
             from fsdptrain.fsdp.host_adam import HostAdam
 
-            assert isinstance(self.inner, torch.optim.AdamW), "the configuration refuses other optimizers"
+            assert isinstance(self.inner, torch.optim.AdamW), "the configuration rejects other optimizers"
             self._host_adam = HostAdam(self.inner)
         device_type = next(iter(self.names)).device.type
         is_adamw = type(self.inner) is torch.optim.AdamW and device_type in _CLIPS_IN_STEP

@@ -22,9 +22,9 @@ def train(config: Config) -> int:
     try:
         result = Trainer(config).fit()
     except SystemExit as error:
-        raise FsdptrainError(f"the run was ended before its end by {describe(error)}") from error
+        raise FsdptrainError(f"the run was interrupted by {describe(error)}") from error
     except BrokenPipeError as error:  # which the command line takes for the end of its reader
-        raise RuntimeError(f"the run was ended before its end by {describe(error)}") from error
+        raise RuntimeError(f"the run was interrupted by {describe(error)}") from error
     return 0 if result.stop_signal is None else 128 + result.stop_signal
 
 

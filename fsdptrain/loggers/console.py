@@ -101,7 +101,7 @@ def _print(text: str) -> None:
         if error.errno not in (errno.EPIPE, errno.EIO):  # `| head`, or a terminal that is gone
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        log.warning("stdout is closed: the run goes on without lines about its steps, which metrics.jsonl has")
+        log.warning("stdout is closed: the run continues without printing its steps; see metrics.jsonl")
 
 
 def header(info: "RunInfo") -> str:

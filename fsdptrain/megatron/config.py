@@ -21,7 +21,7 @@ class MegatronConfig(Section):
     pipeline_parallel: Annotated[int, RankGroup("stages")] = Field(default=1, ge=1)
     """Pipeline stages, each with a part of the layers."""
     first_stage_layers: Annotated[int | None, Requires("megatron_pipeline_parallel>1")] = Field(default=None, ge=1)
-    """Layers of the first stage; the others divide the rest. None: all stages have as many."""
+    """Layers of the first stage; the others share the remaining ones. None: all stages have equally many."""
     last_stage_layers: Annotated[int | None, Requires("megatron_pipeline_parallel>1")] = Field(default=None, ge=1)
     """Layers of the last stage, as for the first."""
     expert_parallel: Annotated[int, RankGroup("experts", shares_packs=False, crosses_packs=True)] = Field(

@@ -121,7 +121,7 @@ class WeightMap:
         problems = {
             "have no place in it": [name for name in self._shapes if name not in every],
             "are not in the files": [name for name in every if name not in self._shapes],
-            "have several places": [name for name, count in every.items() if count > 1],
+            "have multiple places": [name for name, count in every.items() if count > 1],
         }
         words = "; ".join(f"{some_of(names)} {kind}" for kind, names in problems.items() if names)
         if words:

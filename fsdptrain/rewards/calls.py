@@ -126,9 +126,9 @@ class LostTime:
         self.seconds, self.num_calls = self.seconds + reward.timeout / num_calls, self.num_calls + 1
         if self.seconds >= self.limit:
             raise RolloutError(
-                f"--reward: {self.num_calls} late calls in one rollout took {self.seconds:.0f} s, and other ranks wait "
-                f"no longer than {self.limit:g} s for that; last: {reward.late} (prompt {call[0].id!r}); give it its "
-                "own time limit, lower --reward-timeout, or raise --dist-timeout"
+                f"--reward: {self.num_calls} timed-out calls in one rollout took {self.seconds:.0f} s, and other ranks "
+                f"wait no longer than {self.limit:g} s for that; last: {reward.late} (prompt {call[0].id!r}); give it "
+                "a time limit, lower --reward-timeout, or raise --dist-timeout"
             )
 
 

@@ -136,5 +136,5 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def _warn(reason: str) -> None:
-    line = "--reward code runs programs of the model with access to the network: the kernel refuses namespaces (%s)"
+    line = "--reward code runs programs of the model with access to the network: the kernel denies namespaces (%s)"
     log.warning(line, reason)

@@ -32,10 +32,10 @@ Score a model without training it: accuracy, pass@k, mean reward.
 
 Takes the options of a run too, such as --prompt-data, --reward, --rollout-engine,
 and --n-samples-per-eval-prompt. All rows of --prompt-data are scored, or as many
-as --eval-size says; 128 of generated data. A training checkpoint has the options of its
+as --eval-size says; 128 for generated data. A training checkpoint uses the options of its
 run, and by default its held-out rows. --eval-prompt-data NAME=DATA NAME=DATA scores
-several sets. A supervised checkpoint computes eval/loss; to generate, score its exported
-model, runs/x/hf. Writes metrics.jsonl and samples.jsonl, with one line per sample,
+multiple sets. A supervised checkpoint computes eval/loss; to generate, score its exported
+model, runs/x/hf. Writes metrics.jsonl and samples.jsonl (a line per sample)
 to --output-dir: by default runs/NAME-eval, or runs/NAME-eval-2 if that exists (not under torchrun)."""
 
 

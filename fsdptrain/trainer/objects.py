@@ -78,7 +78,7 @@ def _with_paths(config: Config, given: Mapping[str, Any]) -> Config:
     by_path = {path: given[flat] for flat, path in paths.items()}
     for flat, path in paths.items():
         if by_path[path] is not given[flat]:
-            raise ConfigError(f"Trainer(...) got two objects named {path}: give each a function with a name of its own")
+            raise ConfigError(f"Trainer(...) got two objects named {path}: give each function a different name")
     preset = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     was_set = {flat for flat, key in all_keys().items() if key.name in config.named(key.section).model_fields_set}
     equal = {flat: config.value(flat) for flat in was_set - preset.keys()}  # also those that equal the default

@@ -42,7 +42,7 @@ class RunFolder:
                     (self.path / CONFIG_FILE).write_text(to_yaml(config))
                 later = [path for path in list_checkpoints(self.path) if int(path.name.removeprefix("step_")) > step]
                 for path in later if config.run.num_rollout else ():  # else an evaluation
-                    log.warning("%s is set aside: the run goes on from step %d", path, step)
+                    log.warning("%s is set aside: the run continues from step %d", path, step)
                     set_aside(path)
 
 

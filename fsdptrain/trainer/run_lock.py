@@ -58,7 +58,7 @@ def _lock(path: Path, holder: str) -> TextIO:
         if not _is_locked(file):
             raise ConfigError(
                 f"--output-dir {path.parent} is in use by another run ({path.read_text() or 'it has just begun'}): "
-                f"wait for it, or choose another folder; if that machine is gone, delete {path}"
+                f"wait for it, or choose another folder; if that machine no longer exists, delete {path}"
             )
         file.truncate(0)
         file.write(holder)

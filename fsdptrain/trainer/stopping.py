@@ -35,7 +35,7 @@ class StopRequest:
                 os._exit(128 + number)
             self.signal, self.reason = number, "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
             if os.environ.get("RANK", "0") == "0":  # past the buffer of stderr, which interrupted code may be using
-                line = f"{self.reason}: stops after this step and saves a checkpoint; once more stops at once"
+                line = f"{self.reason}: stops after this step and saves a checkpoint; press again to stop immediately"
                 os.write(2, f"fsdptrain: {line}\n".encode())
 
         # SIGINT of our launcher also if it is ignored, as in a run in the background

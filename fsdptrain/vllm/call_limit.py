@@ -46,7 +46,7 @@ class CallLimit:
 
     def error(self, call: str) -> RolloutError:
         return RolloutError(
-            f"{call} took more than {_FLAG}, {self.seconds:g} s: raise it, or generate fewer tokens at once"
+            f"{call} took more than {_FLAG}, {self.seconds:g} s: raise it, or generate fewer tokens per call"
         )
 
 

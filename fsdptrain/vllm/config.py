@@ -56,7 +56,7 @@ class VllmConfig(Section):
     def launch_problems(self, world_size: int, local_world_size: int) -> Iterator[str]:
         if world_size > local_world_size and self.num_servers is not None:
             yield (
-                f"--rollout-num-servers {self.num_servers} starts servers on one machine, and this run has several: "
+                f"--rollout-num-servers {self.num_servers} starts servers on one machine, and this run has more: "
                 "start servers yourself and name them by --rollout-urls"
             )
 

@@ -19,14 +19,14 @@ AGAIN = "run: python docgen/generate_models.py"
 TRAINED = [name for members in families.FAMILIES.values() for name in members]
 KINDS = {name: kind for kind, members in families.FAMILIES.items() for name in members}
 WHY = {  # in the line that refuses it
-    "bert": "is not a causal language model: what comes after a token moves its logprobs",
+    "bert": "is not a causal language model: later tokens change a token's logprobs",
     "big_bird": "is not a causal language model",
     "cpmant": "is not a causal language model",
-    "electra": "cannot score one sequence by itself",  # its head is behind a projection
+    "electra": "cannot score a single sequence",  # its head is behind a projection
     "modernbert-decoder": "it changes its logits in an unknown way",  # its head is behind a layer
     "prophetnet": "it changes its logits in an unknown way",
     "reformer": "cannot be trained",  # with dropout off
-    "rembert": "cannot score one sequence by itself",
+    "rembert": "cannot score a single sequence",
     "roberta": "is not a causal language model",
     "roformer": "is not a causal language model",
     "t5": "of which transformers has no causal language model",

@@ -60,7 +60,7 @@ BAD_INPUT: dict[str, tuple[Prepare | list[str], list[str]]] = {
         ["--hf-checkpoint", "its tokenizer uses token id 260", "200 tokens"],
     ),
     "reward": (["--reward", "tests.e2e.rewards:exits"], ["scored none of", "SystemExit: 0 (rewards.py:"]),
-    "loss": (["--loss", "tests.e2e.losses:exits"], ["ended before its end by SystemExit: 0 (losses.py:"]),
+    "loss": (["--loss", "tests.e2e.losses:exits"], ["was interrupted by SystemExit: 0 (losses.py:"]),
     "NaN": (["--loss", "tests.e2e.losses:not_finite"], ["nothing was trained", "all 2 optimizer steps", "--loss"]),
     "prompts": (["--rollout-max-prompt-len", "3"], ["--rollout-max-prompt-len"]),
     "responses": (

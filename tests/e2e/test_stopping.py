@@ -60,7 +60,7 @@ def test_the_first_signal_ends_the_run_after_its_step_with_a_checkpoint(
         found, _, err = finish(process)
     assert found == code, err
     reason = "SIGTERM" if launch == TORCHRUN else "Ctrl-C"
-    assert f"fsdptrain: {reason}: stops after this step and saves a checkpoint; once more stops at once" in err
+    assert f"fsdptrain: {reason}: stops after this step and saves a checkpoint; press again to stop immediately" in err
     steps = [row["step"] for row in command.metrics_of(folder)]
     assert 0 < len(steps) < 9
     assert f"stopped: {reason}, after step {steps[-1]} of 9; resume from {folder} by the same command" in err

@@ -53,5 +53,5 @@ def test_a_port_in_use_and_a_store_of_dead_ranks_are_one_line():
         first, _ = ranks_of(2, port := taken.getsockname()[1])
         with pytest.raises(ConfigError, match=f"^MASTER_PORT={port}: rank 0 cannot listen there .address already in"):
             open_store(first, 1.0)
-    with pytest.raises(ConfigError, match="--max-restarts on several machines needs TORCH_DISABLE_SHARE_RDZV_TCP_ST"):
+    with pytest.raises(ConfigError, match="--max-restarts on multiple machines needs TORCH_DISABLE_SHARE_RDZV_TCP_ST"):
         open_store(replace(first, store_of_agent=True, max_restarts=1, local_world_size=1), 1.0)

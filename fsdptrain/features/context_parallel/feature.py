@@ -42,7 +42,7 @@ class ContextParallelFeature(Feature):
         """Refuse what every rank computes whole: stock attention, and padded rows."""
         if not _is_split(probe.layout, probe.attention):
             raise NumericsError(
-                f"--context-parallel-size: {stock_class(model).__name__} is not computed exactly over several "
+                f"--context-parallel-size: {stock_class(model).__name__} is not computed exactly over multiple "
                 f"processes: {probe.reason}; leave it out"
             )
 

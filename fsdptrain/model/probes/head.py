@@ -37,7 +37,7 @@ def check_head(
     tolerance = TOLERANCES[compute_dtype]
     if not difference <= tolerance:
         raise NumericsError(
-            f"the logprobs of {stock_class(model).__name__} differ by {difference:.2g} from those of its stock head "
+            f"the logprobs of {stock_class(model).__name__} differ by {difference:.2g} from its unmodified head's "
             f"(tolerance {tolerance:g}, {compute_dtype}): it changes its logits in an unknown way; add the key of "
             "its config to fsdptrain/model/policy.py, or choose another --hf-checkpoint"
         )

@@ -153,13 +153,13 @@ def _reference(
             refusal = "its logprobs are not finite"
         if refusal:
             name = stock_class(model).__name__
-            raise NumericsError(f"--hf-checkpoint: {name} cannot score one sequence by itself: {refusal}")
+            raise NumericsError(f"--hf-checkpoint: {name} cannot score a single sequence: {refusal}")
         found.append(values)
     length = len(first.token_ids)
     ahead = over_ranks((found[2][: length - 1] - found[0][:-1]).abs().mean().item())
     if not ahead <= tolerance:
         raise NumericsError(
-            f"{stock_class(model).__name__} is not a causal language model: what comes after a token moves its "
+            f"{stock_class(model).__name__} is not a causal language model: later tokens change a token's "
             f"logprobs by {ahead:.2g} (tolerance {tolerance:g})"
         )
     leak = (found[2][length:] - found[1]).abs().mean().item()

@@ -13,10 +13,10 @@ WATCH = {"port": Option("--port", int, "Port on this machine. 0: a free one.", 0
 WATCH_USAGE = """\
 usage: fsdptrain watch RUN_DIR [RUN_DIR ...] [--port PORT]
 
-Show runs in the browser, while they go on: curves, and samples with the advantage or
-the logprobs of each token. Prints an address of this machine with a key in it. Ctrl-C ends it; the runs go on.
+Show runs in the browser, also during training: curves, and samples with the advantage or
+the logprobs of each token. Prints an address of this machine with a key in it. Ctrl-C ends it; the runs continue.
 
-  RUN_DIR   the --output-dir of a run, e.g. runs/Qwen3-4B-grpo; several are compared
+  RUN_DIR   the --output-dir of a run, e.g. runs/Qwen3-4B-grpo; more than one: compared
   --port    of the address; default: a free one
 """
 REPORT_USAGE = """\
@@ -25,7 +25,7 @@ usage: fsdptrain report RUN_DIR [RUN_DIR ...]
 Print the first, the best and the last reward, held-out accuracy, length, share of
 groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
 write the page of `fsdptrain watch` with its data to RUN_DIR/report.html. The run may
-still go on. The page of several runs, in the first one's folder, compares them.
+still be training. With more than one run, the page compares them, in the first one's folder.
 
   RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
 """

@@ -178,7 +178,7 @@ class ContinuousSource(RolloutSource):
     def _why_late(self) -> str:
         oldest = next(group for group in self._open if group.result is None)
         return (
-            f"no group has finished for --dist-timeout {self.timeout:g} s; the oldest is that of prompt "
+            f"no group has finished for --dist-timeout {self.timeout:g} s; the oldest has prompt "
             f"{oldest.prompt.id}, on rank {oldest.owner}: raise --dist-timeout if responses take that long"
         )
 

@@ -149,7 +149,7 @@ def build_environment(config: EnvironmentConfig, key: str | None = None) -> Load
         raise ConfigError(f"--environment-kwargs {wrong[0]}: it is NAME='{{argument: value}}' of {names}")
     loaded = {name: _load(path, arguments.get(name, {})) for name, path in paths.items()}
     if agents := [name for name, each in loaded.items() if each.is_agent]:
-        raise ConfigError(f"--environment {agents[0]}: an agent is not one of several environments: run it alone")
+        raise ConfigError(f"--environment {agents[0]}: an agent cannot be one of multiple environments: run it alone")
     return LoadedEnvironment(Mixture(key, {"": LoadedEnvironment(_SingleTurn()), **loaded}))
 
 

@@ -71,7 +71,7 @@ class VLLMClient:
         return await self._request("POST", path, body, timeout)
 
     async def generate(self, body: Mapping[str, Any], *, timeout: float) -> Generation:
-        path, hint = "/inference/v1/generate", "; raise --rollout-timeout, or generate fewer tokens at once"
+        path, hint = "/inference/v1/generate", "; raise --rollout-timeout, or generate fewer tokens per call"
         answer = await self._request("POST", path, body, timeout, hint)
         try:
             generation = _generation(answer)
@@ -138,7 +138,7 @@ class VLLMClient:
         except httpx.HTTPError as error:
             said = "" if self.log is None else f" ({self.log}: {last_words(self.log)})"
             why = f"{type(error).__name__}: {error}{said}"
-            raise RolloutError(f"{self.url} broke off {what}: {why}") from None
+            raise RolloutError(f"{self.url} ended the connection during {what}: {why}") from None
         text = response.content.decode(errors="replace")
         if response.status_code != 200:
             raise RolloutError(f"{self.url} answered {what} with status {response.status_code}: {_shown(text)}")

@@ -85,4 +85,4 @@ def test_a_run_outlives_who_reads_its_output(run, monkeypatch, caplog):
     with os.fdopen(write, "w") as closed:
         monkeypatch.setattr("sys.stdout", closed)
         run()
-    assert caplog.text.count("stdout is closed: the run goes on without lines about its steps") == 1
+    assert caplog.text.count("stdout is closed: the run continues without printing its steps") == 1

@@ -81,7 +81,7 @@ def test_both_layouts_are_exact_for_every_architecture(name: str) -> None:
 def test_an_unknown_change_of_the_logits_stops_the_run(name, change, monkeypatch):
     for attribute, value in change.items():
         monkeypatch.setattr(policy, attribute, value)
-    with pytest.raises(NumericsError, match=r"differ by .* from those of its stock head"):
+    with pytest.raises(NumericsError, match=r"differ by .* from its unmodified head's"):
         check_head(policy_model(name), layout="packed", **OPTIONS)
 
 

@@ -40,7 +40,7 @@ def isolated(request: pytest.FixtureRequest, has_namespaces: bool, replaced: Cal
     if request.param == "refused":
         replaced("| 0x40000000", "| 0x1")
     elif not has_namespaces:
-        pytest.skip("the kernel refuses namespaces")
+        pytest.skip("the kernel denies namespaces")
     return request.param == "namespaces"
 
 
@@ -284,7 +284,7 @@ assert 4 == double(2) and isinstance(double(2), int) and 3 < double(2) < 5
 
 def test_no_program_reads_the_memory_of_its_tests(has_namespaces: bool) -> None:
     if not has_namespaces:
-        pytest.skip("the kernel refuses namespaces")
+        pytest.skip("the kernel denies namespaces")
     mark = uuid4().hex
     program = """
 import glob, os

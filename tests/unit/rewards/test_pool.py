@@ -139,7 +139,7 @@ def test_all_rewards_of_a_run_have_one_patience() -> None:
     parts = tuple(Component(name, 1.0, reward) for name, reward in (("a", sleeps), ("b", user_rewards.hangs_at_zero)))
     with (
         pool(WeightedSum(parts), 1, timeout=SHORT, patience=2 * SHORT) as rewards,
-        pytest.raises(RolloutError, match="2 late calls in one rollout"),
+        pytest.raises(RolloutError, match="2 timed-out calls in one rollout"),
     ):
         scores(rewards, ["600", "0"])
 

@@ -72,7 +72,7 @@ def test_environments_are_classes():
         ([f"{HERE}:thing"], {}, "3 is not a callable object"),
         (NAMES, {"turns": 2}, "--environment-kwargs turns: it is NAME=.* of Countdown, Calculator with"),
         (NAMES, {"Countdown": 2}, "--environment-kwargs Countdown: it is NAME="),
-        ([*NAMES, f"{HERE}:agent"], {}, "--environment agent: an agent is not one of several"),
+        ([*NAMES, f"{HERE}:agent"], {}, "--environment agent: an agent cannot be one of multiple"),
     ],
 )
 def test_an_invalid_environment_is_one_line(names, kwargs, message):

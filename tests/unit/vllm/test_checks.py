@@ -24,7 +24,7 @@ def check(url: str, **values: Any) -> None:
 
 
 def test_a_server_that_cannot_be_reached_is_refused():
-    with pytest.raises(ConfigError, match=r"127.0.0.1:9 broke off .*VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(ConfigError, match=r"127.0.0.1:9 ended the connection during .*VLLM_SERVER_DEV_MODE=1"):
         check("http://127.0.0.1:9")
 
 

@@ -30,7 +30,7 @@ def test_a_request_ends_at_its_deadline(server):
     start = time.monotonic()
     with pytest.raises(RolloutError, match="did not answer GET /weight_info in 1 s"):
         run_in_loop(server.client.version(timeout=0.7))
-    with pytest.raises(RolloutError, match="in 1 s; raise --rollout-timeout, or generate fewer tokens at once"):
+    with pytest.raises(RolloutError, match="in 1 s; raise --rollout-timeout, or generate fewer tokens per call"):
         run_in_loop(server.client.generate({"token_ids": [4]}, timeout=0.7))
     assert time.monotonic() - start < 30
 
@@ -45,7 +45,7 @@ def test_a_request_ends_at_its_deadline(server):
         ("texts", "[]", r"without .*\[\]"),
         ("texts", '{"choices": [{}]}', "without "),
         ("texts", "a page of a proxy", "without "),
-        ("breaks_off", "", "broke off"),
+        ("breaks_off", "", "ended the connection"),
     ],
 )
 def test_each_failure_is_an_error_that_names_the_server(server, path, fault, text, message):
@@ -65,7 +65,7 @@ def test_the_error_of_a_server_of_the_run_shows_the_end_of_its_log(server, tmp_p
     log = tmp_path / "server0.log"
     log.write_text("starting\nOutOfMemoryError: 2 GiB\nbye\n")
     server.breaks_off.add("/weight_info")
-    with pytest.raises(RolloutError, match=r"broke off GET .* \(.*server0.log: OutOfMemoryError: 2 GiB\)"):
+    with pytest.raises(RolloutError, match=r"ended the connection .* \(.*server0.log: OutOfMemoryError: 2 GiB\)"):
         run_in_loop(VLLMClient(server.client.url, log=log).version(timeout=60))
 
 

@@ -172,7 +172,7 @@ def test_a_server_that_fails_ends_the_rollout_with_one_line(make: Callable[..., 
     case.sync(3)
     good, bad = case.servers
     if fault == "dies":
-        bad.dies_after, words = 0, "broke off"
+        bad.dies_after, words = 0, "ended the connection"
         good.delays[GENERATE] = 60.0  # is not waited for
     elif fault == "refuses":
         bad.refuses[GENERATE], words = "EngineDeadError", "EngineDeadError"
