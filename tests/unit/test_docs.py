@@ -4,6 +4,8 @@ docs/models.md: tests/distributed/test_sweep.py; docs/metrics.md: test_metric_na
 """
 
 import ast
+import fnmatch
+import json
 import re
 import runpy
 import shlex
@@ -22,9 +24,10 @@ PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md"))]
 LINK = re.compile(r"\[[^]]*\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 MENTIONED = re.compile(r"\bdocs/([\w.]+\.md)(?:#([\w-]+))?")
-FOLDERS = ("fsdptrain", "examples", "benchmarks", "campaigns", "docgen", "docs", "tests")
+FOLDERS = ("fsdptrain", "examples", "benchmarks", "campaigns", "docgen", "docs", "tests", "constraints")
 SUFFIXES = {".py", ".yaml", ".md", ".sbatch", ".toml", ".json"}
 GENERATED = {  # page -> script and function, with its arguments
+    "performance.md": ("generate_performance.py", "performance_page"),
     "algorithms.md": ("generate_algorithms.py", "algorithms_page"),
     "configuration.md": ("generate_configuration.py", "configuration_page"),
     "hardware.md": ("generate_hardware.py", "hardware_page"),
@@ -35,9 +38,6 @@ GENERATED = {  # page -> script and function, with its arguments
         for other in ("trl", "verl", "prime_rl", "slime")
     },
 }
-GUIDES = ("install", "tutorial_*", "math_and_code", "tools_and_agents", "images", "sft", "distillation", "lora", "moe")
-GUIDES += ("multi_node", "asynchronous", "evaluation", "own_parts", "environments", "coming_from_*")
-WITH_COMMANDS = [README, *sorted(path for name in GUIDES for path in DOCS.glob(f"{name}.md"))]
 OF_COMMANDS = {"--recipe", "--help", "--help-all", "--json", "--rollouts", "--num-gpus", "--gpu-memory-gib", "--output"}
 OF_COMMANDS |= {"--checkpoint", "--host-memory-gib", "--model"}
 OF_OTHER_PROGRAMS = {
@@ -45,8 +45,13 @@ OF_OTHER_PROGRAMS = {
     *("--max-restarts", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr"),  # torchrun
     *("--build-arg", "--target", "--no-build-isolation", "--requeue", "--shutdown-timeout"),  # docker, pip, Slurm, vLLM
     *("--generation-config", "--enable-scale-out", "--scheduling-policy", "--tokens-only"),  # vLLM
-    *("--shm-size", "--tasks", "--include_path"),  # docker, lm_eval
+    *("--shm-size", "--tasks", "--include_path", "--middleware"),  # docker, lm_eval, vLLM
+    *("--cases", "--checkpointing", "--kl", "--lora", "--only", "--rename", "--sides"),  # benchmarks
 }
+PATH = re.compile(
+    r"(?<![\w/.])((?:fsdptrain|recipes|examples|benchmarks|docgen|docs|tests|constraints)/[\w/.-]+\.[a-z]+)"
+)
+OUTPUTS = {"benchmarks/results/gpu/table.md", "benchmarks/results/mfu.json"}
 ELLIPSIS = "..."
 
 
@@ -93,13 +98,37 @@ def test_pages_that_files_name_exist() -> None:
     assert not missing
 
 
-def test_tests_that_pages_name_exist() -> None:
-    tests = {path: text_of(path) for path in (ROOT / "tests").rglob("*.py")}
-    names = {name for text in tests.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
-    named = {name for page in PAGES for name in re.findall(r"`(test_\w{20,})`", text_of(page))}
-    assert named - names == set()
-    files = {path for page in PAGES for path in re.findall(r"\btests/[\w/]+\.py\b", text_of(page))}
-    assert [path for path in sorted(files) if not (ROOT / path).is_file()] == []
+def test_tests_files_scripts_targets_and_recipes_that_pages_name_exist() -> None:
+    """Benchmarks of an older commit are named with it, in the same paragraph."""
+    files = {f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*")}
+    tests = "\n".join(text_of(path) for path in (ROOT / "tests").rglob("*.py"))
+    names = set(re.findall(r"^(?:async )?def (test_\w+)", tests, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    recipes = {path.stem for path in (ROOT / "fsdptrain/recipes").glob("*.yaml")} | {"recipe"}
+    missing = []
+    for page in PAGES:
+        text = text_of(page).replace("\\\n", " ")
+        paths = {path for part in text.split("\n\n") if "commit" not in part for path in PATH.findall(part)}
+        lost = [path for path in paths - OUTPUTS if not any(file.endswith(f"/{path}") for file in files)]
+        lost += set(re.findall(r"`(test_\w+_\w+_\w+)`", text)) - names
+        lost += set(re.findall(r"(?:^    |`)make ([a-z0-9-]+)", text, re.MULTILINE)) - targets
+        lost += set(re.findall(r"(?:--recipe |recipes? `)([a-z]\w+_[\w.]+\w)(?<!yaml)\b", text)) - recipes
+        for script, flags in re.findall(r"^    \S*python3? ((?:benchmarks|docgen)/\w+\.py)(.*)$", text, re.MULTILINE):
+            lost += [flag for flag in re.findall(r"(?<= )--[a-z-]+", flags) if flag not in text_of(ROOT / script)]
+        missing += [f"{page.name}: {name}" for name in lost]
+    assert missing == []
+
+
+def test_metrics_that_pages_name_are_rows_of_the_metrics_page() -> None:
+    """`*` stands for any of them, <name> in a row for any text."""
+    rows = re.findall(r"^\| `([^`]+)`", text_of(DOCS / "metrics.md"), re.MULTILINE)
+    forms = re.compile("|".join(re.sub(r"<\w+>", r"[\\w/@<>]+", row) for row in rows))
+    name = re.compile(rf"(?<![\w/.-])(?:{'|'.join({row.partition('/')[0] for row in rows})})/[\w@<>*/]+(?![\w./])")
+    named = {
+        found for page in PAGES for code in re.findall(r"`[^`\n]+`", text_of(page)) for found in name.findall(code)
+    }
+    assert len(named) > 50
+    assert not [found for found in named if not forms.fullmatch(found) and not fnmatch.filter(rows, found)]
 
 
 @pytest.mark.parametrize("page", GENERATED)
@@ -127,7 +156,7 @@ def test_commands_are_accepted_with_their_values(monkeypatch: pytest.MonkeyPatch
     """Every flag exists; whole training commands are resolved."""
     monkeypatch.chdir(ROOT)
     count = 0
-    for page in WITH_COMMANDS:
+    for page in PAGES:
         for line in commands(page):
             words = shlex.split(line)
             unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - known_flags()
@@ -149,7 +178,7 @@ def test_no_command_of_the_readme_is_expanded_by_a_shell() -> None:
 
 
 def test_flags_in_prose_exist() -> None:
-    for page in [*WITH_COMMANDS[1:], DOCS / "troubleshooting.md"]:
+    for page in PAGES:
         if page.name == "coming_from_slime.md":  # whose flags are those of slime
             continue
         named = {
@@ -183,3 +212,18 @@ def test_error_lines_of_the_troubleshooting_page_are_printed_somewhere() -> None
         assert parts
         pattern = re.compile(".*?".join(map(re.escape, parts)), re.DOTALL)
         assert any(pattern.search(text) for text in texts()), line
+
+
+def test_numbers_of_the_readme_are_measured() -> None:
+    """Ratios to TRL and minutes until it has learned; tables of performance.md are generated from the same files."""
+    files = [json.loads(text_of(path))["results"] for path in (ROOT / "benchmarks/results").glob("real_model_*.json")]
+    cases = [{row["side"]: row for row in rows} for rows in files]
+    times = [{side: row["step_s"]["median"] for side, row in case.items()} for case in cases]
+    ratios = [case["trl"]["times_ours"]["median"] for case in cases]
+    ratios += [one[side] / one["ours-all"] for one in times for side in one if side[:3] == "trl" and "ours-all" in one]
+    [learned] = (case for case in cases if "curve" in case["trl"])
+    minutes = [f"{learned[side]['curve'][-1]['s'] / 60:.0f}" for side in ("trl", "ours")]
+    about_trl = " ".join(line for line in text_of(README).splitlines() if "TRL" in line)
+    claimed = [x for pair in re.findall(r"([\d.]+)(?: to ([\d.]+))? times", about_trl) for x in pair if x]
+    assert set(claimed) <= {f"{ratio:.{places}f}" for ratio in ratios for places in (0, 1)}
+    assert re.findall(r"in (\d+) minutes instead of (\d+)", " ".join(text_of(README).split())) == [tuple(minutes)]
