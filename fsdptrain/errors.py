@@ -54,7 +54,7 @@ class MemoryPlanError(FsdptrainError):
 
 
 class NumericsError(FsdptrainError):
-    """Trainer and stock model disagree, or gradients are non-finite too often."""
+    """Trainer and unmodified model disagree, or gradients are non-finite too often."""
 
 
 class RankError(FsdptrainError):

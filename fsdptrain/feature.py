@@ -97,7 +97,7 @@ class Feature:
     # Weights
 
     def add_parameters(self, model: PreTrainedModel) -> None:
-        """Add modules with parameters of their own to the model on the meta device."""
+        """Add modules with parameters to the model on the meta device."""
 
     def transform_model(self, model: PreTrainedModel, meshes: "Meshes") -> None:
         """Change the model while it is on the meta device, before it is sharded."""
@@ -110,10 +110,10 @@ class Feature:
         """The sharded model has its weights."""
 
     def verify(self, model: PreTrainedModel, probe: "LayoutProbe", vocab_size: int) -> None:
-        """After the layout is chosen: compare the feature with the stock model; raise if they differ."""
+        """After the layout is chosen: compare the feature with the unmodified model; raise if they differ."""
 
     def export_weight(self, name: str) -> ChangeWeight | None:
-        """What makes the float32 weight that is exported under the stock name `name`. None: the parameter is exported.
+        """Return what computes the exported float32 weight `name`. None: the parameter is exported as it is.
 
         It takes the parameter, or the previous feature's result, and returns a tensor with the same sharding.
         """

@@ -103,7 +103,7 @@ class TrainBackend(Protocol):
         ...
 
     def save(self, directory: Path, step: int) -> Future[Any] | None:
-        """Write a checkpoint. Returns the write of its shards if that goes on in a thread."""
+        """Write a checkpoint. Returns the write of its shards if it continues in a thread."""
         ...
 
     def load(self, directory: Path) -> int:
@@ -130,7 +130,7 @@ class RewardFunction(Protocol):
 
 
 class Environment(Protocol):
-    """Environment of a multi-turn conversation. One object serves all episodes, from several threads concurrently.
+    """Environment of a multi-turn conversation. One object serves all episodes, from multiple threads.
 
     For the optional methods, see docs/environments.md.
     """

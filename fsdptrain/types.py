@@ -63,7 +63,7 @@ class Prompt:
     max_tokens: int | None = None  # per-prompt response limit; applies if below the limit in SamplingParams
     images: Images | None = field(default=None, compare=False, repr=False)
     source: str | Sequence[Message] = field(default="", compare=False, repr=False)  # as in the data, for agents
-    eval_set: str = ""  # that has rewards of its own
+    eval_set: str = ""  # that has separate rewards
 
     @property
     def response_prefix(self) -> str:
@@ -120,7 +120,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1: off
     min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()  # in addition to those of the model
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's
     stop: tuple[str, ...] = ()  # texts that end a response and belong to it
     seed: int = 0
     with_routes: bool = False  # record the experts that each token was routed to
@@ -159,7 +159,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sample:
-    """One trainable sequence. A multi-turn sample has several runs of False in `loss_mask`."""
+    """One trainable sequence. A multi-turn sample has multiple runs of False in `loss_mask`."""
 
     group_id: str  # shared by all samples of one prompt
     token_ids: list[int]  # (L,)
@@ -193,7 +193,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Several whole samples packed into one row.
+    """Whole samples packed into one row.
 
     [T] fields at index t refer to `labels[t]`, the token after `input_ids[t]`. Only `position_ids` and `routes` refer
     to `input_ids[t]`. The last position of a segment has no next token: its label is 0 and its mask is False.

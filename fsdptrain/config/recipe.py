@@ -69,7 +69,7 @@ def superseded(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]
     """Return the keys of `recipe` that `flags` override implicitly. All keys are flat.
 
     If a flag selects another algorithm: the loss with all its options, aggregation, advantage, all values of the new
-    preset, and values that equal those of the recipe's preset. If a flag selects another loss: the options of losses.
+    preset, and values that equal the recipe's preset. If a flag selects another loss: the options of losses.
     """
     algorithm = recipe.get("algorithm", AlgorithmConfig().algorithm)
     old = preset_values(algorithm, recipe.get("loss"))

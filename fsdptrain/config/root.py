@@ -172,7 +172,7 @@ class Config(BaseModel):
 
     @property
     def stores_reference(self) -> bool:
-        """Whether there is a reference model with weights of its own."""
+        """Whether there is a reference model with separate weights."""
         provided = self.has(Fact.FROZEN_WEIGHTS) and not self.has(Fact.START) and self.ref.load is None
         return self.needs_reference and not provided
 

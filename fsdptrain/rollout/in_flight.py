@@ -14,7 +14,7 @@ class InFlightEngine(RolloutEngine, Protocol):
     """An engine that keeps requests across weight syncs (--max-staleness)."""
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """Generate like `generate`, from any thread except that of the trainer, and across `update_weights` calls.
+        """Generate like `generate`, from any thread except the trainer's, and across `update_weights` calls.
 
         Each token is sampled with the weights that the engine holds at that moment; `Completion.versions` records them.
         Not collective. Raises RolloutError after the engine is closed.

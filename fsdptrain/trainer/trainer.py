@@ -162,8 +162,8 @@ class Trainer:
     ) -> list[list[str]]:
         """Generate responses with the engine and the current weights. Opens the run. Collective.
 
-        prompts: one prompt or several, as text or messages. The system prompt of the run is added.
-        max_tokens, temperature: by default those of the rollouts.
+        prompts: one prompt or more, as text or messages. The system prompt of the run is added.
+        max_tokens, temperature: by default as in rollouts.
         Returns `num_samples` texts per prompt, without the tokens that ended them.
         Raises ConfigError if the run has no engine.
         """
