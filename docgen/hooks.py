@@ -22,7 +22,6 @@ WIDE = {  # tables need the space of the contents
     "coming_from_trl.md",
     "coming_from_verl.md",
     "configuration.md",
-    "hardware.md",
     "metrics.md",
     "memory.md",
     "models.md",

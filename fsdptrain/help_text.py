@@ -1,10 +1,12 @@
 """The texts of --help: one screen, one section or a search, and all options. Imported for these only."""
 
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from typing import Any, Literal, get_args, get_origin
 
 from fsdptrain import __version__
@@ -54,7 +56,7 @@ Precedence: flag > recipe > preset > default. --dry-run full shows each source.
 
 
 def print_run_help(argv: Sequence[str], commands: Mapping[str, str]) -> None:
-    """Print one screen; after `--help WORD` a section or what has the word; after --help-all all options.
+    """Print one screen; after `--help WORD ...` a section or what has the words; after --help-all all options.
 
     commands: one line each, by name.
     """
@@ -64,8 +66,8 @@ def print_run_help(argv: Sequence[str], commands: Mapping[str, str]) -> None:
             _print_section(section)
         return
     at = next((i for i, word in enumerate(argv) if word in ("--help", "-h", "help")), len(argv))
-    topic = argv[at + 1] if len(argv) > at + 1 and not argv[at + 1].startswith("--") else None
-    if topic is not None:
+    topic = " ".join(takewhile(lambda word: not word.startswith("--"), argv[at + 1 :]))
+    if topic:
         print_topic(topic)
         return
     listed = "\n".join(f"  {name:<9} {line}" for name, line in commands.items())
@@ -86,7 +88,7 @@ def print_version() -> int:
 
 
 def print_topic(word: str) -> None:
-    """Print the options of the section `word`; else those with the word in the flag or the help text.
+    """Print the options of the section `word`; else those with it in the flag, or all its parts in the help text.
 
     Raises ConfigError if there are none.
     """
@@ -95,9 +97,10 @@ def print_topic(word: str) -> None:
     if word in all_sections():
         _print_section(word)
         return
-    plain = word.lstrip("-").replace("_", "-")
+    plain = re.sub("[_ ]", "-", word.lstrip("-"))
     matches = [flat for flat, option in options.items() if plain in option.flag]
-    matches += [flat for flat, option in options.items() if word in option.help.lower() and flat not in matches]
+    texts = {flat: option.help.lower() for flat, option in options.items() if flat not in matches}
+    matches += [flat for flat, text in texts.items() if all(part in text for part in word.split())]
     if not matches:
         known = [*all_sections(), *(option.flag[2:] for option in options.values())]
         raise ConfigError(

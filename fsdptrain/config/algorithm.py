@@ -27,25 +27,25 @@ class AlgorithmConfig(Section):
         "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "prime_rl", "reinforce", "rloo", "reinforce++_baseline",
         "opd", "sft",
     ] = "grpo"  # fmt: skip
-    """Preset of loss, aggregation, advantage and other options; explicit values of these override it. `sft`: supervised
-    training on prompts and labels; `opd`: on-policy distillation from --opd-teacher; all others: reinforcement
+    """Preset of loss, aggregation, advantage and other options; values that you set override it. `sft`: supervised
+    fine-tuning on prompts and labels; `opd`: on-policy distillation from --opd-teacher; all others: reinforcement
     learning. See docs/algorithms.md."""
     loss: str = "grpo"
-    """grpo, gspo, cispo, sapo, prime_rl, reinforce, sft, or `package.module:function`. Default: the loss of the
-    algorithm."""
+    """grpo, gspo, cispo, sapo, prime_rl, reinforce, sft, or your own `package.module:function`. Default:
+    --algorithm's."""
     n_samples_per_prompt: Annotated[int, RL_ONLY] = Field(default=8, ge=1)
     """Completions per prompt: the group size."""
     advantage_estimator: Annotated[str, RL_ONLY] = "grpo"
     """`grpo`: (reward - mean) / std within the group. `dr_grpo`: reward - mean. `rloo`: reward - mean of the others.
-    `reinforce++_baseline`: reward - mean, whitened over the batch. `none`: 0, rewards are only reported. Or
+    `reinforce++_baseline`: reward - mean, whitened over the batch. `none`: 0, rewards are only logged. Or your own
     `package.module:function`: (rewards, lengths) of a group -> advantages."""
     advantage_scale: Annotated[Literal["auto", "group", "batch", "whiten", "none"], RL_ONLY] = "auto"
-    """Divide advantages by the std of rewards in the group (`group`) or of all ranks (`batch`), or whiten them over the
-    tokens of the batch (`whiten`). `auto`: the scale of the estimator, group for grpo."""
+    """Divide advantages by the std of rewards in the group (`group`) or the batch of all ranks (`batch`), or whiten
+    them over the tokens of the batch (`whiten`). `auto`: the scale of the estimator, group for grpo."""
     eps_clip: Annotated[float, RL_ONLY] = Field(default=0.2, gt=0.0, lt=1.0)
-    """Lower clip of the policy ratio: 1 - eps_clip. prime_rl: largest decrease of the probability of a token."""
+    """The policy ratio is clipped below 1 - eps_clip. prime_rl: largest decrease of a token's probability."""
     eps_clip_high: Annotated[float | None, RL_ONLY] = Field(default=None, gt=0.0)
-    """Upper clip of the policy ratio: 1 + eps_clip_high; prime_rl as for eps_clip. Default: eps_clip."""
+    """The policy ratio is clipped above 1 + eps_clip_high. prime_rl: largest increase. Default: eps_clip."""
     eps_clip_c: Annotated[float | None, RL_ONLY] = Field(default=None, gt=1.0)
     """Dual clip: bound of the loss for negative advantages, usually 3. Default: off."""
     is_cap_high: Annotated[float, RL_ONLY] = Field(default=5.0, ge=1.0)
@@ -59,16 +59,16 @@ class AlgorithmConfig(Section):
     opsm_delta: Annotated[float, RL_ONLY, Requires("use_opsm")] = Field(default=1e-4, ge=0.0)
     """Threshold of --use-opsm: mean of old minus new logprob over the tokens of a sequence. [nats]"""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum"] = "token_mean"
-    """Weighting of tokens over the whole optimizer step and all ranks."""
+    """Average over the step and all ranks: of tokens, of sequence means or sums, or over --rollout-max-response-len."""
     kl_loss_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
-    """Coefficient of the KL divergence to the reference model in the loss. 0: no reference model. --algorithm grpo,
-    the default, sets 0.001, except with another --loss."""
+    """Coefficient of the KL divergence to the reference model in the loss. 0: no reference model. --algorithm grpo, the
+    default, sets 0.001, unless you set another --loss."""
     kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, NEEDS_KL] = "k3"
     """Estimator of the KL divergence. `low_var_kl`: clamped k3."""
     use_unbiased_kl: Annotated[bool, RL_ONLY, NEEDS_KL] = False
-    """Multiply the KL by the policy ratio, with its gradient: unbiased off-policy, also in the gradient."""
+    """Multiply the KL by the policy ratio, with its gradient: KL and gradient are then unbiased off-policy."""
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus in the loss."""
     use_rollout_logprobs: Annotated[bool, RL_ONLY] = False
     """Use the engine's logprobs as old logprobs instead of computing them with the trainer."""
     mismatch_correction: Annotated[
@@ -76,8 +76,7 @@ class AlgorithmConfig(Section):
         RL_ONLY,
         IdleWith("use_rollout_logprobs"),
     ] = "none"
-    """Weight the loss by the ratio of trainer to engine; outside the bounds truncated (tis) or dropped (mis,
-    icepop)."""
+    """Weight tokens by the ratio of trainer to engine: truncated (tis), or 0 outside the bounds (mis, icepop)."""
     mismatch_low: Annotated[float | None, RL_ONLY, _CORRECTS] = Field(default=None, ge=0.0, le=1.0)
     """Lower bound of the mismatch ratio. Default: tis 0, mis and icepop 0.5, mis_sequence 0.99."""
     mismatch_high: Annotated[float | None, RL_ONLY, _CORRECTS] = Field(default=None, ge=1.0)
@@ -85,8 +84,8 @@ class AlgorithmConfig(Section):
     mismatch_rejection: Annotated[Literal[
         "none", "token_k1", "token_k3", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3",
     ], RL_ONLY] = "none"  # fmt: skip
-    """Drop tokens, or sequences by their mean or sum over tokens, where this estimate of the KL divergence of
-    engine to trainer exceeds --mismatch-rejection-max. Can be combined with any --mismatch-correction."""
+    """Drop tokens, or sequences by their mean or sum over tokens, if this estimate of KL(engine || trainer) exceeds
+    --mismatch-rejection-max. Works with any --mismatch-correction."""
     mismatch_rejection_max: Annotated[float | None, RL_ONLY, _REJECTS] = Field(default=None, gt=0.0)
     """Bound of --mismatch-rejection, e.g. 0.01 for seq_mean_k3. [nats]"""
 
@@ -173,7 +172,7 @@ class SelectionConfig(Section):
     NAME = "selection"
 
     dynamic_sampling: Annotated[bool, RL_ONLY] = False
-    """Drop groups whose samples all have the same reward (no learning signal) and generate for new prompts until
+    """Drop groups whose samples all have the same reward (no learning signal) and generate from new prompts until
     --rollout-batch-size groups are kept (DAPO)."""
     dynamic_sampling_max_rounds: Annotated[int, Requires("dynamic_sampling")] = Field(default=10, ge=1)
     """Maximum rounds of generation per rollout, each with at most --rollout-batch-size prompts. Training uses the
@@ -190,7 +189,6 @@ class ShapingConfig(Section):
     overlong_buffer: Annotated[int | None, RL_ONLY, Requires("overlong_penalty", fix="set it, 1 is usual")] = Field(
         default=None, ge=1
     )
-    """Last tokens before --rollout-max-response-len, over which the overlong penalty grows. Default: a fifth of it, as
-    in DAPO. [tokens]"""
+    """The overlong penalty grows over this many tokens before --rollout-max-response-len. Default: a fifth. [tokens]"""
     mask_truncated: Annotated[bool, RL_ONLY] = False
     """Exclude truncated responses from the loss and its denominators; their rewards stay in the baseline."""

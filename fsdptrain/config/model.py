@@ -38,23 +38,22 @@ class ModelConfig(Section):
     NAME = "model"
 
     hf_checkpoint: str = ""
-    """Hub id or local directory of the model to train. The only required option."""
+    """Model to train: a Hub id or a local folder. Required. To run offline, without network, set HF_HUB_OFFLINE=1."""
     backend: Annotated[Literal["fsdp", "megatron"], Package("megatron.core", "megatron", "megatron")] = "fsdp"
-    """`fsdp`: the transformers model under PyTorch FSDP2. `megatron`: the megatron-core model, for a few families:
+    """`fsdp`: transformers' model with PyTorch FSDP2. `megatron`: megatron-core's, for a few families:
     docs/megatron.md."""
     trust_remote_code: Annotated[bool, EXPORT_CHOICE, NOT_EXPORTED] = False
     """Run Python code from the checkpoint. Only for authors whom you trust."""
     attn_implementation: Annotated[
         Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], NEUTRAL, FSDP_ONLY
     ] = "auto"
-    """Attention over packs. `auto`: flash-attn 3 on Hopper if installed, else varlen on CUDA, else the plug-in of the
-    device (docs/own_parts.md), else per-segment sdpa."""
+    """Attention over packs. `auto`: flash-attn 3 on Hopper if installed, else varlen on CUDA, else a plug-in for the
+    device (docs/own_parts.md), else sdpa per sequence."""
     layout: Annotated[Literal["auto", "packed", "padded"], NEUTRAL, FSDP_ONLY] = "auto"
-    """Layout of sequences in the model. `auto`: packed if a probe of the model proves it exact, else padded."""
+    """Layout of sequences in the model. `auto`: packed if a test at start proves it exact, else padded."""
     bf16: Annotated[bool | Literal["auto"], TUNING] = "auto"
-    """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32. `auto`:
-    bfloat16 on accelerators and on CPUs with AVX512-BF16, AMX or BF16 of ARM, float32 on others, which take six times
-    as long in bfloat16."""
+    """Compute in bfloat16; master weights and gradient reduction stay in float32. `--no-bf16`: float32. `auto`:
+    bfloat16 on accelerators and on CPUs with AVX512-BF16, AMX or Arm BF16, else float32."""
     fp16: Annotated[bool, TUNING, FSDP_ONLY] = False
     """Compute in float16 with a gradient scaler. Turns --bf16 auto off; setting both is an error."""
     logprob_chunk_size: Annotated[int, NEUTRAL] = Field(default=512, ge=1)
@@ -62,7 +61,7 @@ class ModelConfig(Section):
     strict: Annotated[bool, NEUTRAL] = False
     """Make fallbacks (padding instead of packing, torch code instead of a kernel) errors instead of warnings."""
     deterministic_mode: Annotated[bool, NEUTRAL] = False
-    """Use deterministic kernels only; on a GPU vLLM uses its batch-invariant kernels. See docs/optimizers.md."""
+    """Make runs reproducible: deterministic kernels, and batch-invariant vLLM on a GPU. See docs/optimizers.md."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -87,7 +86,7 @@ class FsdpConfig(Section):
     ON_RESUME = NEUTRAL
 
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
+    """Keep parameters, gradients and optimizer state in host memory: least GPU memory, slow steps."""
     replicate_size: int = Field(default=1, ge=1)
     """Replicas of the sharded model (HSDP): world size = replicas x shards."""
     reshard_after_forward: bool = True
@@ -106,35 +105,35 @@ class OptimConfig(Section):
     ON_RESUME = TUNING
 
     optimizer: Annotated[str, FSDP_ONLY, REFUSED] = "adamw"
-    """adamw, muon, sgd, or `package.module:function`, which makes a torch.optim.Optimizer. See docs/optimizers.md."""
+    """adamw, muon, sgd, or `package.module:function`, which returns a torch.optim.Optimizer. See docs/optimizers.md."""
     lr: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate."""
     min_lr: Annotated[float, IdleWith("lr_decay_style=constant", fix=_DECAYS)] = Field(default=0.0, ge=0.0)
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate decay."""
+    """Learning rate scheduler after the warm-up."""
     lr_decay_iters: Annotated[int | None, Requires(_DECAYING)] = Field(default=None, ge=1)
-    """Optimizer steps until min_lr. Default: all steps of the run."""
+    """Optimizer steps until the learning rate is --min-lr. Default: all steps of the run."""
     lr_warmup_iters: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
+    """Optimizer steps of linear warm-up of the learning rate."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay."""
     adam_beta1: Annotated[float, _NO_SGD] = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of the first moment."""
+    """AdamW: decay of the first moment."""
     adam_beta2: Annotated[float, _NO_SGD] = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay of the second moment."""
+    """AdamW: decay of the second moment."""
     adam_eps: Annotated[float, _NO_SGD] = Field(default=1e-8, gt=0.0)
-    """Term added to the root of the second moment."""
+    """AdamW: term added to the root of the second moment."""
     muon_lr: Annotated[float | None, _OF_MUON, Requires("lr"), FSDP_ONLY] = Field(default=None, gt=0.0)
     """Peak learning rate of the matrices with --optimizer muon, with the schedule of --lr. Default: --lr."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
     freeze: Annotated[Names, REFUSED, FSDP_ONLY, Excludes("lora_rank")] = Field(default=[])
-    """Regular expressions: parameters whose Hugging Face names match are not trained. See docs/optimizers.md."""
+    """Do not train parameters whose names match one of these regular expressions. See docs/optimizers.md."""
     lr_scale: Annotated[dict[str, float], FSDP_ONLY] = Field(default={})
-    """Factors of --lr for parameters whose names match a regular expression, e.g. `embed_tokens=0.1`."""
+    """Multiply --lr for parameters whose names match a regular expression, e.g. `embed_tokens=0.1`."""
     offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), _OF_ADAMW, FSDP_ONLY] = False
-    """Keep only the optimizer state in host memory, and run steps there."""
+    """Keep the optimizer state in host memory, and run optimizer steps there."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not is_custom(self.optimizer) and self.optimizer not in OPTIMIZERS:

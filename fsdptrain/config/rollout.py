@@ -27,13 +27,13 @@ class BatchConfig(Section):
     ON_RESUME = TUNING
 
     max_tokens_per_gpu: Annotated[int, NEUTRAL] = Field(default=8192, ge=1)
-    """Pack size: maximum tokens in a pass of a rank. --context-parallel-size multiplies it. [tokens]"""
+    """Pack size: tokens per forward pass. Out of memory: lower it. --context-parallel-size multiplies it. [tokens]"""
     overlong_samples: Literal["error", "drop", "truncate"] = "error"
-    """Samples longer than the pack size: stop the run, drop and count them, or, supervised ones, cut off their end."""
+    """Samples longer than a pack: stop the run, drop and count them, or cut off their end (supervised data only)."""
     global_batch_size: int | None = Field(default=None, ge=1)
-    """Samples per optimizer step, drawn at random, not by group. Default: the whole rollout, on-policy. [samples]"""
+    """Batch size of an optimizer step, drawn at random, not by group. Default: the whole rollout. [samples]"""
     epochs_per_rollout: Annotated[int, RL_ONLY] = Field(default=1, ge=1)
-    """Training passes over each rollout, the optimizer steps in another order each; logprobs are computed once."""
+    """Training passes over each rollout, each with its steps in another order; logprobs are computed once."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         size, batch = self.global_batch_size, config.rollout.batch_size
@@ -64,10 +64,10 @@ class RolloutConfig(Section):
     """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. `vllm-server`: over HTTP. Or
     `package.module:function`. `auto`: vllm if installed and there is a GPU, else hf."""
     batch_size: Annotated[int, TUNING] = Field(default=32, ge=1)
-    """Prompts per rollout. [prompts]"""
+    """Prompts per rollout, each with --n-samples-per-prompt responses. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)
-    """Maximum prompt length; longer prompts are skipped and counted (progress/too_long_prompts). Default: the room that
-    a response leaves in --max-tokens-per-gpu. [tokens]"""
+    """Maximum prompt length; longer prompts are skipped and counted (progress/too_long_prompts). Default: the length of
+    a pack minus that of a response. [tokens]"""
     max_response_len: Annotated[int, _NEEDS_LENGTH] = Field(default=2048, ge=1)
     """Maximum response length. [tokens]"""
     temperature: Annotated[float, RL_ONLY] = Field(default=1.0, ge=0.01, le=100.0)
@@ -81,13 +81,13 @@ class RolloutConfig(Section):
     """Keep tokens whose probability is at least min_p times the highest one. The trainer's logprobs use
     the same set."""
     stop: Annotated[Names, RL_ONLY] = Field(default=[])
-    """Texts that end a response and belong to it, in evaluations too, e.g. `</answer>`. See docs/rollouts.md."""
+    """Stop strings: texts that end a response and stay in it, in evaluations too, e.g. </answer>: docs/rollouts.md."""
     stop_token_ids: Annotated[list[int], RL_ONLY] = Field(default=[])
-    """Token ids that end a response, in evaluations too, in addition to the model's."""
+    """Token ids that end a response, in addition to those of the model, in evaluations too."""
     max_batch_tokens: Annotated[int, NEUTRAL, RL_ONLY, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
         default=262_144, ge=1
     )
-    """Embedded engine: capacity of the key-value cache. [tokens]"""
+    """Engine hf: capacity of the key-value cache. [tokens]"""
     shuffle: bool = True
     """Shuffle prompts, differently in each epoch."""
     seed: int = Field(default=42, gt=-(2**62), lt=2**62)
@@ -126,9 +126,9 @@ class SyncConfig(Section):
     NAME = "sync"
 
     max_staleness: Annotated[int, TUNING, RL_ONLY] = Field(default=0, ge=0)
-    """Start to generate at most this many rollouts ahead of training, with vllm or vllm-server. A step trains on the
-    first finished groups. The others continue across weight syncs, so their first tokens may come from older weights.
-    With vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
+    """Generate at most this many rollouts ahead of training, with vllm or vllm-server. A step trains on the first
+    finished groups; the others continue across weight syncs, so their first tokens may come from older weights. With
+    vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
     offload_train: Annotated[
         bool,
         NEUTRAL,

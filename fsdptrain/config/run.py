@@ -44,24 +44,22 @@ class RunConfig(Section):
     """Output directory: config.yaml, metrics.jsonl, checkpoints and the exported model. Default:
     runs/<model>-<algorithm>, e.g. runs/Qwen3-4B-grpo."""
     num_rollout: int = Field(default=200, ge=0)
-    """Number of rollouts; with `--algorithm sft`, of optimizer steps."""
+    """Rollouts to run: the steps of the run. With `--algorithm sft`: optimizer steps."""
     seed: Annotated[int, REFUSED] = Field(default=0, gt=-(2**62), lt=2**62)
-    """Seed of everything except sampling."""
+    """Seed of everything except sampling and the order of prompts (--rollout-seed)."""
     resume: str = Field(default="auto", min_length=1)
-    """`auto`: resume from the newest checkpoint in output_dir, if any; changes of model, algorithm, data or reward are
-    rejected, also of their files. `never`: an output_dir in use is an error. Or a checkpoint directory, which allows
-    any changes."""
+    """`auto`: resume from the newest checkpoint in output_dir, if any; a changed model, algorithm, data or reward is
+    rejected. `never`: fail if output_dir is in use. Or a checkpoint folder to resume from, which allows any changes."""
     save_interval: Annotated[int, Requires("keep_last")] = Field(default=50, ge=0)
     """Rollouts between checkpoints. 0: only the last one, and any kept by --keep-best; none if --keep-last is 0."""
     keep_last: int = Field(default=2, ge=0)
     """Number of newest checkpoints to keep; 0: write none."""
     keep_best: Annotated[int, Requires("keep_last"), *_EVALUATES] = Field(default=0, ge=0)
-    """Also keep the checkpoints of this many steps with the best --eval-metric. An evaluation that is among them writes
-    the checkpoint of its step."""
+    """Also keep the checkpoints of the N best steps by --eval-metric. Evaluations among the N best write them."""
     keep_every: Annotated[int, Requires("keep_last"), Requires("save_interval")] = Field(default=0, ge=0)
-    """Also keep the checkpoints of all steps that are multiples of this, itself one of --save-interval. 0: none."""
+    """Also keep each checkpoint whose step is a multiple of this, itself a multiple of --save-interval. 0: none."""
     export_every_save: Annotated[bool, Requires("keep_last")] = False
-    """Export the model with each checkpoint too, to the folder hf in it."""
+    """Export the model with each checkpoint too, to its folder hf."""
     async_save: Annotated[bool, Requires("keep_last"), Requires("save_interval", "keep_best"), FSDP_ONLY] = False
     """Continue training while a checkpoint is written from a copy of weights and optimizer state in host memory."""
     export: bool = True
@@ -69,14 +67,12 @@ class RunConfig(Section):
     export_dtype: Annotated[
         Literal["auto", "source", "bfloat16", "float32"], EXPORT_CHOICE, Requires("export", "export_every_save")
     ] = "auto"
-    """Dtype of the exported model. `auto`: the one that the run computes with, so the export is the model that was
-    evaluated. `source`: the dtype of --hf-checkpoint. Tensors that --hf-checkpoint stores in higher precision than the
-    others keep it."""
+    """Dtype of the exported model. `auto`: the compute dtype, so that the export is the model that was evaluated.
+    `source`: the dtype of --hf-checkpoint. Tensors stored there in more precision than the others keep it."""
     push_to_hub: Annotated[str | None, Requires("export")] = None
-    """Private repository of the Hugging Face Hub, e.g. name/model, that gets the exported model and a model card at the
-    end. Default: none."""
+    """Private Hugging Face Hub repository, e.g. name/model, to upload the exported model to at the end."""
     eval_interval: Annotated[int, IdleWith("eval_size=0")] = Field(default=20, ge=0)
-    """Rollouts between evaluations; also runs before the first and after the last rollout. 0: never."""
+    """Rollouts between evaluations; one also runs before the first and after the last rollout. 0: never."""
     n_samples_per_eval_prompt: Annotated[int, *_OF_EVALUATIONS] = Field(default=1, ge=1)
     """Completions per evaluation prompt; reports pass@k for each power of two up to this number."""
     eval_temperature: Annotated[float, *_OF_EVALUATIONS] = Field(default=1.0, ge=0.01, le=100.0)
@@ -84,13 +80,13 @@ class RunConfig(Section):
     eval_greedy: Annotated[bool, *_OF_EVALUATIONS] = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
     eval_metric: Annotated[str | None, *_EVALUATES] = None
-    """Metric of evaluations that ranks the steps: lowest is best for loss, perplexity, truncated and unscored, else
+    """Evaluation metric that selects the best step: lowest is best for loss, perplexity, truncated and unscored, else
     highest. Default: accuracy, or loss with `--algorithm sft`, of the first evaluation set."""
     early_stop_evals: Annotated[int, *_EVALUATES] = Field(default=0, ge=0)
-    """End the run after so many evaluations in a row without a new best --eval-metric. 0: never."""
+    """Early stopping: end the run after this many evaluations in a row without a new best --eval-metric. 0: never."""
     stop_when: str | None = None
-    """End the run after the first step at which this holds: a metric of training or evaluation, one of > >= < <=, and a
-    number, e.g. 'eval/heldout/accuracy>0.9'. Default: none."""
+    """Stop the run after the first step at which a metric of training or evaluation is >, >=, < or <= a number, e.g.
+    'eval/heldout/accuracy>0.9'. Default: none."""
     profile_steps: Annotated[str | None, Requires("num_rollout>0")] = Field(
         default=None, pattern=r"^[1-9]\d*(:[1-9]\d*)?$"
     )
@@ -101,8 +97,8 @@ class RunConfig(Section):
     replay_rollouts: Annotated[str | None, RL_ONLY, Requires("num_rollout>0")] = Field(default=None, min_length=1)
     """Train on the samples in this folder, from --record-rollouts, without an engine and evaluations."""
     verify_weight_sync: bool = True
-    """Check after the first weight sync, and after those that follow a suspicious mismatch/abs_mean, that the engine
-    holds the trainer's weights; stop the run if not."""
+    """Check after the first weight sync, and after each one that follows a suspicious mismatch/abs_mean, that the
+    engine has the trainer's weights; stop the run if not."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         first, last = profiled(self.profile_steps)
@@ -131,16 +127,15 @@ class LogConfig(Section):
     ON_RESUME = NEUTRAL
 
     to: Annotated[Names, *_PACKAGES] = Field(default=["console"])
-    """Loggers in addition to metrics.jsonl, which is always written: any of console, wandb, trackio, tensorboard,
-    mlflow, or a plug-in."""
+    """Loggers besides metrics.jsonl, which is always written: console, wandb (WANDB_MODE=offline: no network), trackio,
+    tensorboard, mlflow, or a plug-in. The list replaces the default."""
     project: str = "fsdptrain"
     """Project name for wandb, trackio (in TRACKIO_DIR, by default `trackio` beside output_dir) and mlflow (in
     MLFLOW_TRACKING_URI, by default `mlflow.db` there)."""
     run_name: str | None = None
     """Run name for wandb, trackio and mlflow. Default: the last component of output_dir."""
     num_samples: Annotated[int, RL_ONLY] = Field(default=4, ge=0)
-    """Samples of each rollout and evaluation in samples.jsonl, with the logprobs of their first 1024 tokens. 0: none,
-    also on the console."""
+    """Samples to log per rollout and evaluation, in samples.jsonl and on the console. 0: none."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         for name in self.to:
@@ -153,15 +148,16 @@ class LogConfig(Section):
 
 
 class LaunchConfig(Section):
-    """Processes on this machine. For several machines, use torchrun: see docs/multi_node.md."""
+    """Processes on this machine. For multiple machines, use torchrun: see docs/multi_node.md."""
 
     NAME = "launch"
     ON_RESUME = NEUTRAL
 
     nproc_per_node: int | None = Field(default=None, ge=1)
-    """Processes on this machine. Default: one per visible GPU, or one without GPUs."""
+    """Processes on this machine, e.g. 2 for two GPUs; on multiple machines, see docs/multi_node.md. Default: one per
+    visible GPU, or one without GPUs."""
     dist_timeout: int = Field(default=1800, ge=1)
-    """Timeout of every wait between ranks. [s]"""
+    """Longest wait of a rank for the others. A longer one ends the run. [s]"""
     dry_run: bool | Literal["full"] = False
-    """Check everything that can be checked without weights, print what was set and what was read, and exit. `full`:
-    print each value with its source, as a recipe."""
+    """Check everything that needs no weights, print the options that are set and the data, and exit. `full`: print each
+    option with its source, as a recipe."""

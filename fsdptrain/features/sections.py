@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class LoraConfig(Section):
-    """Small adapter trained instead of the weights: docs/lora.md."""
+    """LoRA: train a small adapter instead of the weights: docs/lora.md."""
 
     NAME = "lora"
     PREFIX = "lora_"
@@ -39,7 +39,7 @@ class LoraConfig(Section):
     rank: Annotated[int, Package("peft", "lora")] = Field(default=0, ge=0)
     """Rank of the adapter, e.g. 32. 0: no adapter, train all weights."""
     alpha: int = Field(default=32, ge=1)
-    """Scale of the adapter's output: alpha / rank."""
+    """The adapter's output is scaled by alpha / rank."""
     rslora: bool = False
     """Scale the output by alpha / sqrt(rank) (rsLoRA)."""
     targets: Names = Field(default=["all-linear"], min_length=1)
@@ -49,7 +49,7 @@ class LoraConfig(Section):
     init: Annotated[str | None, NOT_EXPORTED] = None
     """Start from the adapter in this peft directory, with its rank, alpha, targets, rslora and modules_to_save."""
     export: Annotated[Literal["adapter", "merged", "both"], NEUTRAL, EXPORT_CHOICE] = "adapter"
-    """Exported model: a peft directory, a full model, or that and the adapter in its subdirectory `adapter`."""
+    """`adapter`: a peft folder. `merged`: a full model. `both`: that, with the adapter in its folder `adapter`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -62,7 +62,7 @@ class LoraConfig(Section):
 
 
 class QuantizedBaseConfig(Section):
-    """Frozen weights in 4 bits under an adapter (QLoRA): docs/lora.md."""
+    """QLoRA: frozen weights in 4 bits under an adapter: docs/lora.md."""
 
     NAME = "quantized_base"
     RULES = (
@@ -143,14 +143,14 @@ class ModelParallelConfig(Section):
         WHOLE_VOCABULARY,
         Excludes("backend=megatron", fix="use --megatron-tensor-parallel"),
     ] = Field(default=1, ge=1)
-    """Processes that share the work of every layer, by the transformers plan of the model: neighbors, within a node."""
+    """Neighboring processes that split each layer, by the transformers plan of the model. Keep them within a node."""
     expert_parallel_size: Annotated[
         int,
         RankGroup("experts", shares_packs=False),
         _NOT_TESTED_SPLIT,
         Excludes("backend=megatron", fix="use --megatron-expert-parallel"),
     ] = Field(default=1, ge=1)
-    """Processes over which experts are distributed; tokens are sent to them."""
+    """Processes that share the experts; tokens are sent to them."""
 
 
 class ContextParallelConfig(Section):
@@ -167,7 +167,7 @@ class ContextParallelConfig(Section):
         Excludes("attn_implementation=flash_attention_2|flash_attention_3", fix="use auto, varlen or sdpa"),
         Excludes("backend=megatron"),
     ] = Field(default=1, ge=1)
-    """Processes over which the tokens of every pack are distributed: sequences may be that many times longer."""
+    """Processes that share the tokens of each pack: sequences may be that many times longer."""
 
 
 _NOT_EXACT = IdleWith(
@@ -185,7 +185,7 @@ class PrefixSharingConfig(Section):
     FACTS = ((Fact.OWN_ATTENTION, "prefix_sharing"),)
 
     prefix_sharing: Annotated[bool, _NOT_EXACT, FSDP_ONLY] = False
-    """Compute the prompt of a group once per pack, if a probe proves it exact. Not run on a GPU yet."""
+    """Compute the prompt of a group once per pack, if a test at start proves it exact."""
 
 
 class ActivationMemoryConfig(Section):
@@ -224,7 +224,7 @@ class LigerConfig(Section):
         Excludes("tensor_parallel_size>1", "expert_parallel_size>1", "image_key"),
         FSDP_ONLY,
     ] = False
-    """Compute norms and gated MLPs with Triton kernels of liger-kernel, after a comparison. Not run on a GPU yet."""
+    """Use liger-kernel's Triton kernels for norms and gated MLPs, if a test at start finds them correct."""
 
 
 _JSD = Requires("opd_loss=jsd", fix="add --opd-loss jsd, or remove it")
@@ -252,9 +252,9 @@ class DistillationConfig(Section):
         Excludes("tensor_parallel_size>1", "context_parallel_size>1", fix="leave it out, or use token"),
         Excludes("epochs_per_rollout>1", fix="set it to 1"),
     ] = "token"
-    """`token`: add opd_kl_coef * (teacher logprob - old logprob) to the advantage of each token, whose expectation is
-    the negative reverse KL. `jsd`: add opd_kl_coef times the generalized Jensen-Shannon divergence of the next-token
-    distributions to the loss of each token: of the teacher's opd_top_k most likely tokens, and all others together."""
+    """`token`: add opd_kl_coef * (teacher logprob - old logprob) to each token's advantage: on average the negative
+    reverse KL. `jsd`: add opd_kl_coef times the generalized Jensen-Shannon divergence of the next-token distributions
+    to each token's loss, over the teacher's opd_top_k most likely tokens, and all others together."""
     kl_coef: Annotated[float, TUNING] = Field(default=1.0, gt=0.0)
     """Coefficient of the teacher's term."""
     beta: Annotated[float, _JSD] = Field(default=0.5, ge=0.0, le=1.0)
@@ -278,13 +278,13 @@ _NOT_TESTED_WITH_FP8 = Excludes("lora_rank", "liger", "fp16", "tensor_parallel_s
 
 
 class Fp8Config(Section):
-    """Computation in 8-bit floats: docs/optimizers.md."""
+    """Training in 8-bit floats: docs/optimizers.md."""
 
     NAME = "fp8"
     ON_RESUME = TUNING
 
     fp8: Annotated[bool, NOT_EXPORTED, _NOT_TESTED_WITH_FP8, FSDP_ONLY, Package("torchao", "torchao")] = False
-    """Compute linear layers in 8-bit floats in the forward and backward pass, by torchao."""
+    """Compute linear layers in 8-bit floats in the forward and backward pass, with torchao."""
 
 
 SECTIONS: tuple[type[Section], ...] = (

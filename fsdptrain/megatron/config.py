@@ -17,17 +17,17 @@ class MegatronConfig(Section):
     RULES = (Requires("backend=megatron"),)
 
     tensor_parallel: Annotated[int, RankGroup("tensor"), WHOLE_VOCABULARY] = Field(default=1, ge=1)
-    """Processes that share each layer's matrices, and the tokens of the activations between them."""
+    """Processes that split each layer's matrices, and the tokens of the activations between them."""
     pipeline_parallel: Annotated[int, RankGroup("stages")] = Field(default=1, ge=1)
     """Pipeline stages, each with a part of the layers."""
     first_stage_layers: Annotated[int | None, Requires("megatron_pipeline_parallel>1")] = Field(default=None, ge=1)
-    """Layers of the first stage; the others share the remaining ones. None: all stages have equally many."""
+    """Layers of the first stage; the other stages share the rest equally. None: the same number in each."""
     last_stage_layers: Annotated[int | None, Requires("megatron_pipeline_parallel>1")] = Field(default=None, ge=1)
-    """Layers of the last stage, as for the first."""
+    """Layers of the last stage, likewise."""
     expert_parallel: Annotated[int, RankGroup("experts", shares_packs=False, crosses_packs=True)] = Field(
         default=1, ge=1
     )
-    """Processes over which the experts of a layer are distributed; each expert is whole on one process."""
+    """Processes that share the experts of a layer; each expert is whole on one process."""
     spec: Annotated[str | None, REFUSED, EXPORT_CHOICE, NOT_EXPORTED] = None
     """`package.module:function` that builds the layers instead of the backend: (transformer_config, hf_config, *,
     vp_stage=None) -> block spec."""

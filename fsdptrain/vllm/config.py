@@ -27,18 +27,18 @@ class VllmConfig(Section):
     ON_RESUME = NEUTRAL
 
     engine_args: Annotated[dict[str, Any], _NOT_HF, _STARTED] = Field(default={})
-    """vllm: vLLM engine options, as key=value or as one JSON object, e.g. max_num_seqs=512."""
+    """vLLM engine options, as key=value or as one JSON object, e.g. max_num_seqs=512."""
     kv_cache_gib: Annotated[float | None, _NOT_HF, _STARTED] = Field(default=None, gt=0.0)
-    """vllm: memory of the key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
+    """Memory of vLLM's key-value cache. Default: vLLM's choice on a GPU, 1 on a CPU. [GiB]"""
     timeout: Annotated[float, _NOT_HF] = Field(default=7200.0, gt=0.0)
-    """Longest time of one request (vllm-server), or of one call with all prompts of a rank or one weight sync (vllm;
-    with --max-staleness and agents: of one engine step). A longer one ends the run. [s]"""
+    """Time limit of a request (vllm-server), or of a weight sync and of a call with all prompts of a rank (vllm; with
+    --max-staleness and agents: of an engine step). A longer one ends the run. [s]"""
     urls: Annotated[Names, _SERVERS] = Field(default=[])
     """vllm-server: running servers, e.g. http://127.0.0.1:8000. See docs/rollouts.md."""
     num_servers: Annotated[int | None, _SERVERS] = Field(default=None, ge=1)
-    """vllm-server: number of servers to start on this machine, instead of --rollout-urls; they stop with the run."""
+    """vllm-server: servers to start on this machine, instead of --rollout-urls; they stop with the run."""
     server_python: Annotated[str | None, _SERVERS, _STARTED] = None
-    """vllm-server: Python interpreter with vLLM, to start servers with. Default: the trainer's interpreter."""
+    """vllm-server: Python interpreter with vLLM that starts the servers. Default: the trainer's."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if config.rollout.engine == SERVER_ENGINE and bool(self.urls) == (self.num_servers is not None):
@@ -81,10 +81,10 @@ class ServerConfig(Section):
     weight_transfer: Literal["file", "nccl"] = "file"
     """How weights reach servers. `file`: in a file that they can read. `nccl`: from GPU to GPU."""
     weight_sync_dir: str | None = None
-    """Folder for the newest weights. Default: in shared memory if there is room, and all servers are on this
-    machine; else in --output-dir, which the servers must be able to read."""
+    """Folder for the weights that servers read. Default: shared memory if there is room and all servers are on this
+    machine, else --output-dir, which the servers must be able to read."""
     weight_sync_timeout: float = Field(default=300.0, gt=0.0)
-    """Deadline of every wait for a server: to take new weights, or to answer a health check while it generates. [s]"""
+    """Longest wait for a server to load new weights, or to answer a health check while it generates. [s]"""
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if config.rollout.engine == SERVER_ENGINE and 2 * self.weight_sync_timeout >= config.launch.dist_timeout:

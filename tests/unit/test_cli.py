@@ -86,6 +86,12 @@ def test_help_of_a_section_shows_its_options_and_a_word_searches(fsdptrain):
     assert kl[0].count("kl")
     assert {"--kl-loss-coef", "--kl-loss-type"} <= {*kl}
     assert "--lora-rank" not in kl
+    found = {"stop string": "rollout-stop", "max tokens": "max-tokens-per-gpu", "two gpus": "nproc-per-node"}
+    found |= {"early stopping": "early-stop-evals", "best checkpoint": "keep-best", "offline": "hf-checkpoint"}
+    for words, flag in found.items():
+        done = fsdptrain("--help", words)
+        assert f"--{flag} " in done.out
+        assert fsdptrain("--help", *words.split()) == done
     unknown = fsdptrain("--help", "rolout")
     assert (unknown.code, unknown.out) == (2, "")
     assert unknown.err.endswith("did you mean 'rollout'?; --help-all prints all\n")
@@ -253,7 +259,9 @@ def test_recipes_are_listed_and_shown(fsdptrain):
     listed = fsdptrain("recipes")
     assert (listed.code, listed.err) == (0, "")
     assert [line.split()[0] for line in listed.out.splitlines()] == [path.stem for path in RECIPES]
-    assert re.search(r"^spell_backward_demo +CPU +GRPO of a model of 0.1 M parameters .*\.$", listed.out, re.MULTILINE)
+    assert re.search(
+        r"^spell_backward_demo +CPU +Train a model of 0.1 M parameters with .*\.$", listed.out, re.MULTILINE
+    )
     shown = fsdptrain("recipes", "show", "spell_backward_demo")
     assert shown.out == (ROOT / "fsdptrain" / "recipes" / "spell_backward_demo.yaml").read_text()
     unknown = fsdptrain("recipes", "show", "spell_backwards_demo")

@@ -30,7 +30,6 @@ GENERATED = {  # page -> script and function, with its arguments
     "performance.md": ("generate_performance.py", "performance_page"),
     "algorithms.md": ("generate_algorithms.py", "algorithms_page"),
     "configuration.md": ("generate_configuration.py", "configuration_page"),
-    "hardware.md": ("generate_hardware.py", "hardware_page"),
     "recipes.md": ("generate_recipes.py", "recipes_page"),
     "../fsdptrain/config/keywords.pyi": ("generate_keywords.py", "keywords_module"),
     **{
