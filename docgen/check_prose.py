@@ -8,11 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PENDING = re.compile(  # pages that are being rewritten
-    "AGENTS|CHANGELOG|CONTRIBUTING|README|SECURITY|algorithms|architecture|asynchronous|"
-    "coming_from_prime_rl|coming_from_trl|coming_from_verl|configuration|data|distillation|environments|evaluation|"
-    "images|index|install|lora|math_and_code|megatron|metrics|models|"
-    "moe|multi_node|optimizers|own_parts|parallel|performance|python_api|recipes|"
-    "rewards|rollouts|run_folder|selection|sft|tools_and_agents|troubleshooting|tutorial_gpu|"
+    "AGENTS|CHANGELOG|CONTRIBUTING|README|SECURITY|architecture|asynchronous|"
+    "coming_from_prime_rl|coming_from_trl|coming_from_verl|distillation|evaluation|"
+    "images|index|install|lora|math_and_code|"
+    "moe|multi_node|own_parts|performance|python_api|"
+    "sft|tools_and_agents|troubleshooting|tutorial_gpu|"
     "what_works"
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

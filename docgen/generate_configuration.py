@@ -78,7 +78,7 @@ def _takes(annotation: Any) -> str:
     if origin is list:
         return "texts" if args[0] is not int else "whole numbers"
     if origin is dict:
-        return "`key=value`, several"
+        return "`key=value` ..."
     return {bool: "yes or no", int: "whole number", float: "number", str: "text"}[annotation]
 
 

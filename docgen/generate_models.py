@@ -28,8 +28,8 @@ float32, on {RANKS} ranks. On a GPU, other kernels may pack what is padded here.
 
 `tests/distributed/test_sweep.py` checks for each family:
 
-- **loading**: parameters and buffers equal those of the plain model, bitwise.
-- **one step of GRPO**: the gradient of every parameter equals that of the plain transformers model in float64. The
+- **loading**: parameters and buffers are bitwise equal to the plain model.
+- **one step of GRPO**: the gradient of every parameter equals the plain transformers model's in float64. The
   column shows the 2-norm of the difference relative to the gradient, for the worst parameter. It must be below
   {TOLERANCE:g} or, if float32 cannot reach that, below {WORSE:g} times the error of the plain model in float32 (in
   brackets).

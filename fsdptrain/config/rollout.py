@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     """Prompts per rollout, each with --n-samples-per-prompt responses. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)
     """Maximum prompt length; longer prompts are skipped and counted (progress/too_long_prompts). Default: the length of
-    a pack minus that of a response. [tokens]"""
+    a pack minus the response. [tokens]"""
     max_response_len: Annotated[int, _NEEDS_LENGTH] = Field(default=2048, ge=1)
     """Maximum response length. [tokens]"""
     temperature: Annotated[float, RL_ONLY] = Field(default=1.0, ge=0.01, le=100.0)
@@ -83,7 +83,7 @@ class RolloutConfig(Section):
     stop: Annotated[Names, RL_ONLY] = Field(default=[])
     """Stop strings: texts that end a response and stay in it, in evaluations too, e.g. </answer>: docs/rollouts.md."""
     stop_token_ids: Annotated[list[int], RL_ONLY] = Field(default=[])
-    """Token ids that end a response, in addition to those of the model, in evaluations too."""
+    """Token ids that end a response, in addition to the model's, in evaluations too."""
     max_batch_tokens: Annotated[int, NEUTRAL, RL_ONLY, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
         default=262_144, ge=1
     )
