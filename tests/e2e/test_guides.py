@@ -58,7 +58,7 @@ def test_the_snippet_of_the_python_api_runs(folder: Path, checkpoint: Path) -> N
         code.replace(MODEL, str(checkpoint)).replace("Config(", "Config(reward_workers=0, ")
     )
     try:
-        runpy.run_path(str(folder / "script.py"))  # not as __main__, which reward processes would import
+        runpy.run_path(str(folder / "script.py"))
     finally:
         sys.modules.pop("my_parts", None)
     assert metrics_of(folder / "runs/python")[-1]["step"] == 2
