@@ -37,7 +37,7 @@ class LoraConfig(Section):
     FACTS = ((Fact.FROZEN_WEIGHTS, "lora_rank"), (Fact.START, "lora_init"), (Fact.START, "lora_modules_to_save"))
 
     rank: Annotated[int, Package("peft", "lora")] = Field(default=0, ge=0)
-    """Rank of the adapter, e.g. 32. 0: no adapter, train all weights."""
+    """Rank of the adapter, e.g. 32: an 8B model can then fit on a 24 GB GPU. 0: no adapter, train all weights."""
     alpha: int = Field(default=32, ge=1)
     """The adapter's output is scaled by alpha / rank."""
     rslora: bool = False
@@ -72,7 +72,7 @@ class QuantizedBaseConfig(Section):
     )
 
     load_in_4bit: Annotated[bool, Package("bitsandbytes", "qlora")] = False
-    """Store the frozen weights of linear layers in 4 bits (NF4, QLoRA)."""
+    """Store the frozen weights of linear layers in 4 bits (NF4, QLoRA), e.g. for a 7B model on a 16 GB GPU."""
 
 
 _TARGETS = "name layers of the tower by --lora-targets, e.g. all-linear visual.merger.linear_fc1"
