@@ -20,7 +20,7 @@ try:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 except ImportError as error:
-    remedy = "pip install 'fsdptrain[agents]'"
+    remedy = "in the clone, pip install '.[agents]'"
     raise ConfigError(f"the endpoint of agents needs the packages starlette and uvicorn: {remedy}") from error
 
 log = logging.getLogger(__name__)

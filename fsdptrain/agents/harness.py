@@ -48,8 +48,8 @@ class AsyncFunction:
             import openai  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                "--environment names an async function, whose client is openai.AsyncOpenAI: pip install "
-                f"'fsdptrain[agents]' ({error})"
+                "--environment names an async function, whose client is openai.AsyncOpenAI: in the clone, "
+                f"pip install '.[agents]' ({error})"
             ) from error
 
     def __call__(self, prompt: Prompt, *, url: str, key: str, timeout: float) -> Any:

@@ -48,7 +48,7 @@ def check_data_options(config: Config) -> None:
 def check_packages(config: Config, sections: Iterable[str] | None = None) -> None:
     """Raise ConfigError, with the commands, for options whose packages are not installed. sections: only of these."""
     missing = [
-        f"{key.shown(config)} needs the package {package.module}: pip install 'fsdptrain[{package.extra}]'"
+        f"{key.shown(config)} needs the package {package.module}: in the clone, pip install '.[{package.extra}]'"
         for key in all_keys().values()
         for package in key.marks(Package)
         if (sections is None or key.section in sections)

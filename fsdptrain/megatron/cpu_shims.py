@@ -52,7 +52,7 @@ def require_megatron() -> str:
 
     Raises ConfigError if megatron-core or einops is missing, or if the version is not tested.
     """
-    remedy = "pip install 'fsdptrain[megatron]', or use --backend fsdp"
+    remedy = "in the clone, pip install '.[megatron]', or use --backend fsdp"
     try:
         found = version("megatron-core")
         version("einops")

@@ -46,5 +46,5 @@ def choose_engine(requested: str, *, device_type: str) -> str:
         return "hf"
     if importlib.util.find_spec("vllm") is not None:
         return "vllm"
-    log.warning("vLLM is not installed: the embedded engine generates, which is slower: pip install 'fsdptrain[vllm]'")
+    log.warning("vLLM is not installed: the slower embedded engine generates: in the clone, pip install '.[vllm]'")
     return "hf"

@@ -319,7 +319,7 @@ def _import_vllm() -> Any:
         import vllm  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
         raise ConfigError(
-            f"--rollout-engine vllm: vLLM cannot be imported ({error}); pip install 'fsdptrain[vllm]', or use "
+            f"--rollout-engine vllm: vLLM cannot be imported ({error}); in the clone, pip install '.[vllm]', or use "
             "--rollout-engine hf"
         ) from error
     return vllm

@@ -170,13 +170,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(fsdptrain,
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     texts = "".join(path.read_text() for path in (ROOT / "fsdptrain").rglob("*.py"))
     assert {package.extra for key in all_keys().values() for package in key.marks(Package)} <= extras.keys()
-    assert {"agents", "vllm"} < {*re.findall(r"'fsdptrain\[(\w+)\]", texts)} <= extras.keys()
+    assert {"agents", "vllm"} < {*re.findall(r"'\.\[(\w+)\]'", texts)} <= extras.keys()
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     done = fsdptrain(*MODEL, "--lora-rank", "8", "--log-to", "console", "wandb")
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines() == [
-        "fsdptrain: --log-to console wandb needs the package wandb: pip install 'fsdptrain[wandb]'",
-        "fsdptrain: --lora-rank 8 needs the package peft: pip install 'fsdptrain[lora]'",
+        "fsdptrain: --log-to console wandb needs the package wandb: in the clone, pip install '.[wandb]'",
+        "fsdptrain: --lora-rank 8 needs the package peft: in the clone, pip install '.[lora]'",
     ]
 
 

@@ -95,8 +95,8 @@ def _join(servers: Sequence[VLLMClient], loop: EventLoop, timeout: float) -> Any
         from vllm.utils.network_utils import get_open_port  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"--weight-transfer nccl: the trainer cannot import vLLM ({error}); pip install 'fsdptrain[vllm]', or use "
-            "--weight-transfer file"
+            f"--weight-transfer nccl: the trainer cannot import vLLM ({error}); in the clone, pip install "
+            "'.[vllm]', or use --weight-transfer file"
         ) from error
     sizes = loop.run(all_of(server.world_size(timeout=timeout) for server in servers))
     group = {"master_address": _address(servers), "master_port": get_open_port(), "world_size": 1 + sum(sizes)}

@@ -40,7 +40,7 @@ def test_auto_takes_only_what_is_built(caplog):
     assert choose_engine("auto", device_type="cpu") == "hf"
     assert not caplog.messages
     assert choose_engine("auto", device_type="cuda") == "hf"
-    assert caplog.messages[0].endswith("pip install 'fsdptrain[vllm]'")
+    assert caplog.messages[0].endswith("in the clone, pip install '.[vllm]'")
     assert choose_engine("vllm", device_type="cpu") == "vllm"
 
 
