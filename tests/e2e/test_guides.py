@@ -1,8 +1,9 @@
-"""The snippets of the guides run, on a tiny model."""
+"""The snippets of the guides run, on a tiny model; every command of "Your own task" runs on a real one."""
 
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,9 +35,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the reader has written so far, as the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words, reward, _ = snippets("tutorial_cpu.md")
-    exec(words, {})
-    (tmp_path / "rewards.py").write_text(reward)
     parts = [code for code in snippets("own_parts.md") if "Trainer" not in code]
     (tmp_path / "my_parts.py").write_text("\n\n".join(parts))
     return tmp_path
@@ -64,9 +62,52 @@ def test_the_snippet_of_the_python_api_runs(folder: Path, checkpoint: Path) -> N
     assert metrics_of(folder / "runs/python")[-1]["step"] == 2
 
 
-def test_the_reward_of_the_tutorial_gives_a_share_of_the_letters(folder: Path) -> None:
-    letters = runpy.run_path(str(folder / "rewards.py"))["letters"]
-    prompt = type("Prompt", (), {"label": "cba"})
-    assert letters(prompt, "<think>x</think><answer>cba</answer>") == 1.0
-    assert letters(prompt, "<answer>cbx</answer>") == pytest.approx(2 / 3)
-    assert letters(prompt, "<answer>cb</answer>") == letters(prompt, "cba") == 0.0
+@pytest.mark.matrix
+def test_commands_of_your_own_task_print_what_the_page_shows(
+    real_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "HuggingFaceTB").mkdir()
+    (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(real_model)
+    page, _, _ = (DOCS / "own_task.md").read_text(encoding="utf-8").partition("## On one GPU")
+    for name, code in re.findall(r"`(\w+\.py)`[^`]*:\n\n```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(code)
+    steps = commands_with_output(page)
+    assert len(steps) > 6
+    for number, (words, shown) in enumerate(steps):
+        printed = printed_by(words, tmp_path / f"log {number}")
+        assert [line for line in shown if not is_among(line, printed)] == [], printed
+
+
+def commands_with_output(page: str) -> list[tuple[list[str], list[str]]]:
+    """Return the words of each indented command, with the lines that the page shows below it."""
+    steps: list[tuple[list[str], list[str]]] = []
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
+    for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE):
+        if line.startswith(("python ", "fsdptrain ")):
+            steps.append((shlex.split(line, comments=True), []))
+        else:
+            steps[-1][1].append(line)
+    return steps
+
+
+def printed_by(words: list[str], log: Path) -> str:
+    """Run a command of a page, without an error."""
+    if words[0] == "python":
+        return subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, check=True).stdout
+    result = command.run(words[1:], log, timeout=3600)
+    assert result.code == 0, result.err
+    return result.out + result.err
+
+
+def is_among(shown: str, printed: str) -> bool:
+    """Whether a line begins in this way. Numbers may differ, accuracies by at most 0.2."""
+
+    def form(line: str) -> str:
+        return re.sub(r"\d[\w.+-]*", "#", " ".join(line.split()))
+
+    lines = [line for line in printed.splitlines() if form(line).startswith(form(shown))]
+    if "acc" in shown:
+        wanted, *found = ([float(x) for x in re.findall(r"(?<= )\d\.\d+", line)] for line in (shown, *lines))
+        return any(one[: len(wanted)] == pytest.approx(wanted, abs=0.2) for one in found)
+    return bool(lines)

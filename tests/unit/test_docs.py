@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -40,7 +41,7 @@ GENERATED = {  # page -> script and function, with its arguments
 OF_COMMANDS = {"--recipe", "--help", "--help-all", "--json", "--rollouts", "--num-gpus", "--gpu-memory-gib", "--output"}
 OF_COMMANDS |= {"--checkpoint", "--host-memory-gib", "--model"}
 OF_OTHER_PROGRAMS = {
-    *("--constraint", "--dry-run", "--ignore-installed"),  # pip
+    *("--constraint", "--dry-run", "--ignore-installed", "--index-url"),  # pip
     *("--max-restarts", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr"),  # torchrun
     *("--build-arg", "--target", "--no-build-isolation", "--requeue", "--shutdown-timeout"),  # docker, pip, Slurm, vLLM
     *("--generation-config", "--enable-scale-out", "--scheduling-policy", "--tokens-only"),  # vLLM
@@ -211,6 +212,12 @@ def test_error_lines_of_the_troubleshooting_page_are_printed_somewhere() -> None
         assert parts
         pattern = re.compile(".*?".join(map(re.escape, parts)), re.DOTALL)
         assert any(pattern.search(text) for text in texts()), line
+
+
+def test_one_sentence_describes_the_package_everywhere() -> None:
+    sentence = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["description"]
+    for name in ("README.md", "CITATION.cff", "mkdocs.yml", "docs/index.md", "fsdptrain/help_text.py"):
+        assert sentence in text_of(ROOT / name), name
 
 
 def test_numbers_of_the_readme_are_measured() -> None:
