@@ -34,7 +34,7 @@ def prose(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def main() -> None:
-    pages = [page for folder in (ROOT, ROOT / "docs") for page in sorted(folder.glob("*.md"))]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     sources = [*sorted((ROOT / "fsdptrain").rglob("*.py")), ROOT / "fsdptrain/config/other_names.ini"]
     files = [Path(name).resolve() for name in sys.argv[1:]] or [*pages, *sources]
     found = [
