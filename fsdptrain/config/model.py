@@ -117,7 +117,7 @@ class OptimConfig(Section):
     lr_warmup_iters: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up of the learning rate."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled weight decay."""
+    """Weight decay, decoupled from the gradient except with sgd."""
     adam_beta1: Annotated[float, _NO_SGD] = Field(default=0.9, ge=0.0, lt=1.0)
     """AdamW: decay of the first moment."""
     adam_beta2: Annotated[float, _NO_SGD] = Field(default=0.95, ge=0.0, lt=1.0)
