@@ -18,8 +18,7 @@ kernels and compilers do not affect the next. After --warm-up steps, --steps ste
 maximum. Cases that do not fit the device are reported as such. Cases that --json already holds are not measured again.
 
 FLOPs are model FLOPs, without recomputation; `mfu` counts all pairs of tokens of a sequence, `mfu_causal` only those
-that attention uses (trainer/speed.py). On a CPU the peak is the measured rate of a matrix product, so MFU is not
-comparable. --profile traces one more step and adds its parts and the longest device operations to the report.
+that attention uses (trainer/speed.py). On a device whose peak is not known there it is a share of 1 TFLOPS. --profile traces one more step and adds its parts and the longest device operations to the report.
 
 PEERS has figures published by other projects, per GPU of their machines, with sources.
 """
@@ -144,7 +143,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
     begin = time.perf_counter()
     with process_group(600):
         backend = FSDPBackend(config, total_steps=10**6)
-        speed = Speed(model_flops(backend.model), peak_tflops(backend.device, backend.compute_dtype))
+        speed = Speed(model_flops(backend.model), peak_tflops(backend.device) or 1.0)
         samples = make_samples(case, vocab=backend.hf_config.vocab_size, prompt=options.prompt, seed=options.seed)
         rules = PackingRules.of(config, layout=backend.layout_probe.layout)
         ready = time.perf_counter() - begin

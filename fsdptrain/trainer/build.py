@@ -191,8 +191,8 @@ def build_loop(
         if platform.has_accelerator():
             from fsdptrain.trainer.speed import Speed, model_flops, peak_tflops
 
-            peak = peak_tflops(platform.local_device(), backend.compute_dtype)
-            speed = Speed(model_flops(backend.model), peak, copies=config.pack_copies)
+            if peak := peak_tflops(platform.local_device()):
+                speed = Speed(model_flops(backend.model), peak, copies=config.pack_copies)
         source = build_source(config, data.stream, run.builder, sampler, run.advantages, engine=engine, threads=threads)
         yield TrainingLoop(
             config=config,

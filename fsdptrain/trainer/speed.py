@@ -6,7 +6,6 @@ tokens, or causal pairs only). The embedding is a look-up and counts nothing; th
 where it is computed; a vision tower counts nothing. Convention of PaLM (Chowdhery et al. 2022, appendix B).
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,26 +37,26 @@ class ModelFlops:
     frozen: bool = False  # only an adapter is trained: other weights need no gradient
 
     def forward(
-        self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] | None = None
+        self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] = ()
     ) -> float:
         """Compute the FLOPs of one forward pass over sequences of these lengths.
 
         prefixes: number of leading tokens of each sequence that are computed in another sequence. The other tokens
         attend to them.
         """
-        given = [0] * len(seqlens) if prefixes is None else prefixes
+        both = list(zip(seqlens, prefixes or [0] * len(seqlens), strict=True))
         if causal:
-            pairs = sum(length**2 - before**2 for length, before in zip(seqlens, given, strict=True)) / 2
+            pairs = sum(length**2 - before**2 for length, before in both) / 2
         else:
-            pairs = sum((length - before) * length for length, before in zip(seqlens, given, strict=True))
-        products = self._products(sum(seqlens) - sum(given), num_head_tokens)
+            pairs = sum((length - before) * length for length, before in both)
+        products = self._products(sum(seqlens) - sum(prefixes), num_head_tokens)
         return 2 * products + 4 * self.attention_width * pairs
 
     def training(
-        self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] | None = None
+        self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] = ()
     ) -> float:
         """Compute the FLOPs of one forward and backward pass."""
-        num_tokens = sum(seqlens) - sum(prefixes or ())
+        num_tokens = sum(seqlens) - sum(prefixes)
         saved = 2 * self._products(num_tokens, num_head_tokens) if self.frozen else 0.0
         return 3 * self.forward(seqlens, num_head_tokens, causal=causal, prefixes=prefixes) - saved
 
@@ -79,7 +78,7 @@ class Speed:
         own = {"perf/mfu": 0.0, "perf/mfu_causal": 0.0}
         for pack in packs:  # a shared prompt counts once; every response attends to it
             sizes = (pack.seqlens, pack.loss_positions.numel())
-            prefixes = None if pack.shared is None else pack.shared.lengths
+            prefixes = () if pack.shared is None else pack.shared.lengths
             for name in own:
                 own[name] += self.flops.training(*sizes, causal=name == "perf/mfu_causal", prefixes=prefixes)
         possible = self.peak_tflops * 1e12 * max(train_s, 1e-9) * dist.get_world_size() * self.copies
@@ -101,24 +100,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     return ModelFlops(body, sum(p.numel() for p in head), width, frozen=bool(adapters))
 
 
-def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the published peak of a known GPU, or else the measured speed of a square matrix product [TFLOPS]."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, peak in PEAK_TFLOPS.items():
-            if known in name:
-                return peak
-    return _measured_tflops(device, dtype)
-
-
-def _measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    repeats = 8
-    size = 512 if device.type == "cpu" else 8192  # a smaller product does not fill a GPU
-    a = torch.randn(size, size, device=device).to(dtype)
-    (a @ a).sum().item()
-    start = time.perf_counter()
-    product = a
-    for _ in range(repeats):
-        product = a @ a
-    product.sum().item()  # waits for the device
-    return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12
+def peak_tflops(device: torch.device) -> float | None:
+    """Return the published peak of a GPU in the table [TFLOPS]."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
