@@ -18,7 +18,8 @@ kernels and compilers do not affect the next. After --warm-up steps, --steps ste
 maximum. Cases that do not fit the device are reported as such. Cases that --json already holds are not measured again.
 
 FLOPs are model FLOPs, without recomputation; `mfu` counts all pairs of tokens of a sequence, `mfu_causal` only those
-that attention uses (trainer/speed.py). On a device whose peak is not known there it is a share of 1 TFLOPS. --profile traces one more step and adds its parts and the longest device operations to the report.
+that attention uses (trainer/speed.py). On another device it is a share of 1 TFLOPS. --profile traces one
+more step and adds its parts and the longest device operations to the report.
 
 PEERS has figures published by other projects, per GPU of their machines, with sources.
 """

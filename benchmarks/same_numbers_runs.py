@@ -108,15 +108,10 @@ LOSSES = {  # tight bounds, so that clipping occurs
 ADVANTAGES = ("dr_grpo", "rloo", "reinforce++_baseline")
 CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop")
 BOUNDS = "--mismatch-low 0.7 --mismatch-high 1.4"
-REJECTIONS = {"token_k1": 0.3, "token_k3": 0.02, "seq_mean_k3": 0.03, "seq_sum_k1": 0.3}
 GENERATED = [
     *(f"loss-{name} | dense | 1 | --algorithm {name} {bounds}" for name, bounds in LOSSES.items()),
     *(f"advantage-{name} | dense | 1 | --algorithm {name}" for name in ADVANTAGES),
     *(f"correction-{name} | dense | 1 | --mismatch-correction {name} {BOUNDS}" for name in CORRECTIONS),
-    *(
-        f"rejection-{name} | dense | 1 | --mismatch-rejection {name} --mismatch-rejection-max {bound}"
-        for name, bound in REJECTIONS.items()
-    ),
 ]
 
 TEXT: dict[str, Any] = {

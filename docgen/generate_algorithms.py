@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.algo.advantages import ADVANTAGES, divide_by_group_std
-from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
+from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.estimators import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
@@ -131,6 +131,7 @@ CORRECTION_HEAD = """
 w_t = exp(lo - lr) is the ratio of a token's probability in the trainer to that in the engine. The weight below has no
 gradient and multiplies the policy's loss before aggregation. A token of weight 0 still counts in the denominator.
 `--mismatch-low` and `--mismatch-high` set the bounds; `mismatch/out_of_bounds` is the share of tokens outside.
+With `--use-rollout-logprobs`, which uses lr as lo, l replaces lo in `mismatch/*`.
 
 | name | weight | low, high | |
 |---|---|---|---|
@@ -191,18 +192,6 @@ By default each rollout is one optimizer step. `--global-batch-size`, in samples
 For mixtures of experts, see also [router replay](moe.md#router-replay---router-replay).
 """
 
-REJECTION_HEAD = """
-### Rejection: `--mismatch-rejection`
-
-Works with any of these corrections, as in verl's rollout correction. Tokens, or whole sequences, get weight 0 if an
-estimate of KL(engine || trainer) exceeds `--mismatch-rejection-max` [nats]. They still count in the denominator. k_t is
-k1 or k3 of the log ratio lr - lo; for k1, a bound u of the ratio is log(u). `mismatch/rejected` is the share of
-rejected tokens. With `--use-rollout-logprobs`, which uses lr as lo, l replaces lo here and in `mismatch/*`.
-
-| name | rejected if this exceeds the bound |
-|---|---|
-"""
-
 
 def algorithms_page() -> str:
     """Return the text of docs/algorithms.md."""
@@ -221,11 +210,6 @@ def algorithms_page() -> str:
     parts += [
         "| `{}` | {} | {:g}, {:g} | {} |\n".format(name, _cell(c.formula), *MISMATCH_BOUNDS[name], _cell(c.source))
         for name, c in CORRECTIONS.items()
-    ]
-    parts.append(REJECTION_HEAD)
-    parts += [
-        f"| {', '.join(f'`{name}_{estimator}`' for estimator in REJECTION_ESTIMATORS)} | {level.formula} |\n"
-        for name, level in REJECTION_LEVELS.items()
     ]
     parts += [_truncation_part(), ELSEWHERE]
     return "".join(parts)

@@ -2,12 +2,8 @@
 
 w = exp(lo - lr), per token or per sequence, bounded and without gradient, multiplies the policy loss before
 aggregation. Denominators do not change: rejected tokens still count. If engine and trainer agree, every w is 1. KL and
-entropy terms are not weighted. In sequence-level losses (gspo, gmpo), the weight of a token scales its part of the
+entropy terms are not weighted. In sequence-level losses (gspo), the weight of a token scales its part of the
 gradient; a rejected token contributes none.
-
-A rejection can be combined with any of these weights. It sets them to 0 where an estimate of KL(engine || trainer), per
-token or per sequence, is too large. With `use_rollout_logprobs`, where lo is lr, the trainer's logprobs are those of
-the current policy, l.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.metrics import fraction_outside, mismatch
 from fsdptrain.algo.sequences import sequence_mean, sequence_sum
 from fsdptrain.algo.tokens import LossTokens, clamped
@@ -33,14 +28,6 @@ class Correction:
     source: str
 
 
-@dataclass(frozen=True)
-class RejectionLevel:
-    """Statistic, computed from per-token estimates, that is compared with the rejection bound."""
-
-    statistic: Callable[[LossTokens, Tensor], Tensor]  # [M] -> [M]; its absolute value is compared
-    formula: str
-
-
 def corrected(tokens: LossTokens, policy: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weighted loss of each token, [M], and the metrics that differ from those of uncorrected losses.
 
@@ -50,18 +37,7 @@ def corrected(tokens: LossTokens, policy: Tensor, config: LossConfig) -> tuple[T
     ratio = clamped(correction.log_ratio(tokens, mismatch(tokens, config))).exp()
     metrics = {"mismatch/out_of_bounds": fraction_outside(tokens, ratio, config)}
     weights = correction.bounded(ratio, *config.mismatch_bounds)
-    if config.mismatch_rejection != "none":
-        dropped = rejected(tokens, config)
-        metrics["mismatch/rejected"] = (tokens.shares * dropped).sum()
-        weights = torch.where(dropped, 0.0, weights)
     return weights * policy, metrics
-
-
-def rejected(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """Return where the statistic of --mismatch-rejection exceeds its bound. [M] bool"""
-    level, _, estimator = config.mismatch_rejection.rpartition("_")
-    values = KL_ESTIMATORS[estimator](clamped(-mismatch(tokens, config)))  # the engine sampled the tokens
-    return REJECTION_LEVELS[level].statistic(tokens, values).abs() > (config.mismatch_rejection_max or 0.0)
 
 
 def _of_token(_tokens: LossTokens, log_w: Tensor) -> Tensor:
@@ -86,10 +62,4 @@ CORRECTIONS: Mapping[str, Correction] = {
         "the same by the geometric mean of a sequence; its bounds are our choice",
     ),
     "icepop": Correction(_of_token, _masked, "w_t inside [low, high], else 0", "IcePop, arXiv 2510.18855"),
-}
-REJECTION_ESTIMATORS = ("k1", "k3")
-REJECTION_LEVELS: Mapping[str, RejectionLevel] = {
-    "token": RejectionLevel(_of_token, "abs(k_t)"),
-    "seq_mean": RejectionLevel(sequence_mean, "abs(mean_t k_t)"),
-    "seq_sum": RejectionLevel(sequence_sum, "abs(sum_t k_t)"),
 }

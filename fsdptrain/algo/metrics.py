@@ -34,8 +34,7 @@ def policy_metrics(
 def mismatch_metrics(tokens: LossTokens, config: LossConfig) -> dict[str, Tensor]:
     """Trainer versus engine at the same weights, w = exp(lo - lr); `use_rollout_logprobs` replaces lo by l.
 
-    Corrections add the share of tokens that --mismatch-rejection drops, and sequence corrections take w of the sequence
-    for out_of_bounds.
+    Sequence corrections take w of the sequence for out_of_bounds.
     """
     difference = mismatch(tokens, config)
     distance, log_w = difference.abs(), clamped(difference)

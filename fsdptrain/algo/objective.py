@@ -33,7 +33,7 @@ def policy_loss(
         clipped_high=clipped_high,
     )
     metrics |= mismatch_metrics(tokens, config)
-    if config.mismatch_correction != "none" or config.mismatch_rejection != "none":
+    if config.mismatch_correction != "none":
         from fsdptrain.algo.corrections import corrected
 
         policy, of_correction = corrected(tokens, policy, config)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 _CORRECTS = Requires("mismatch_correction", fix="set it, e.g. tis")
-_REJECTS = Requires("mismatch_rejection", fix="set it, e.g. seq_mean_k3")
 
 
 class AlgorithmConfig(Section):
@@ -81,13 +80,6 @@ class AlgorithmConfig(Section):
     """Lower bound of the mismatch ratio. Default: tis 0, mis and icepop 0.5, mis_sequence 0.99."""
     mismatch_high: Annotated[float | None, RL_ONLY, _CORRECTS] = Field(default=None, ge=1.0)
     """Upper bound of the mismatch ratio. Default: tis and mis 2, icepop 5, mis_sequence 1.01."""
-    mismatch_rejection: Annotated[Literal[
-        "none", "token_k1", "token_k3", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3",
-    ], RL_ONLY] = "none"  # fmt: skip
-    """Drop tokens, or sequences by their mean or sum over tokens, if this estimate of KL(engine || trainer) exceeds
-    --mismatch-rejection-max. Works with any --mismatch-correction."""
-    mismatch_rejection_max: Annotated[float | None, RL_ONLY, _REJECTS] = Field(default=None, gt=0.0)
-    """Bound of --mismatch-rejection, e.g. 0.01 for seq_mean_k3. [nats]"""
 
     @property
     def clip_high(self) -> float:
@@ -112,11 +104,6 @@ class AlgorithmConfig(Section):
         yield from self._advantage_problems(config)
         yield from self._loss_problems(config)
         yield from self._staleness_problems(config)
-        if self.mismatch_rejection != "none" and self.mismatch_rejection_max is None:
-            yield (
-                f"--mismatch-rejection {self.mismatch_rejection} needs --mismatch-rejection-max, its bound in nats, "
-                "e.g. 0.01 for seq_mean_k3"
-            )
 
     def _advantage_problems(self, config: "Config") -> Iterator[Problem]:
         custom, scale = is_custom(self.advantage_estimator), config.advantage_scale
@@ -159,7 +146,7 @@ class AlgorithmConfig(Section):
         ahead, options = config.sync.max_staleness, LOSS_OPTIONS.get(self.loss)
         if not ahead or options is None or "mismatch_correction" not in options.reads:
             return  # prime_rl compares with the engine itself; custom losses are unknown
-        if not self.use_rollout_logprobs and self.mismatch_correction == self.mismatch_rejection == "none":
+        if not self.use_rollout_logprobs and self.mismatch_correction == "none":
             yield (
                 f"--max-staleness {ahead} trains on samples of older weights, and --loss {self.loss} does not correct "
                 "for that: add --mismatch-correction tis, or --use-rollout-logprobs"

@@ -94,8 +94,6 @@ class Keywords(TypedDict, total=False):
     mismatch_correction: Literal["none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"]
     mismatch_low: float | None
     mismatch_high: float | None
-    mismatch_rejection: Literal["none", "token_k1", "token_k3", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3"]  # noqa: E501
-    mismatch_rejection_max: float | None
     overlong_penalty: float
     overlong_buffer: int | None
     mask_truncated: bool

@@ -44,8 +44,7 @@ def options(number: int) -> LossConfig:
     correction = sorted(CORRECTIONS)[number % len(CORRECTIONS)]
     return LossConfig(
         eps_clip=0.05, eps_clip_high=0.06, eps_clip_c=1.2, is_cap_high=1.05, use_opsm=True, opsm_delta=0.02,
-        mismatch_correction=correction, mismatch_low=0.5, mismatch_high=2.0, mismatch_rejection="seq_mean_k3",
-        mismatch_rejection_max=0.5,
+        mismatch_correction=correction, mismatch_low=0.5, mismatch_high=2.0,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ Nothing of fsdptrain.algo is used. A sequence is a mapping of float64 vectors ov
 lo, lr; and its advantage A. A loss gives the T losses of its tokens.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -92,33 +91,12 @@ BOUNDS = {"none": (0, 0), "tis": (0, 2), "tis_sequence": (0, 2), "mis": (0.5, 2)
           "icepop": (0.5, 5)}  # fmt: skip
 
 
-def mismatch_weights(s: Sequence, c: LossConfig) -> list[float]:
-    weights = correction_weights(s, c)
-    return [0.0 if dropped else w for w, dropped in zip(weights, rejections(s, c), strict=True)]
-
-
 def log_ratios(s: Sequence, c: LossConfig) -> list[float]:
     """Trainer to engine; without logprobs of the old policy the present one is the trainer."""
     return ((s.l.detach() if c.use_rollout_logprobs else s.lo) - s.lr).tolist()
 
 
-def rejections(s: Sequence, c: LossConfig) -> list[bool]:
-    """KL(engine || trainer) by token: k1 = log(q/p), k3 = p/q - 1 - log(p/q), q the engine."""
-    if c.mismatch_rejection == "none":
-        return [False] * len(s.l)
-    logs = [min(max(x, -20.0), 20.0) for x in log_ratios(s, c)]
-    level, estimator = c.mismatch_rejection.rsplit("_", 1)
-    of_token = {"k1": lambda x: -x, "k3": lambda x: math.expm1(x) - x}[estimator]
-    values = [of_token(x) for x in logs]
-    whole = {
-        "token": values,
-        "seq_mean": [math.fsum(values) / len(values)] * len(values),
-        "seq_sum": [math.fsum(values)] * len(values),
-    }[level]
-    return [abs(x) > c.mismatch_rejection_max for x in whole]
-
-
-def correction_weights(s: Sequence, c: LossConfig) -> list[float]:
+def mismatch_weights(s: Sequence, c: LossConfig) -> list[float]:
     low, high = BOUNDS[c.mismatch_correction]
     low = low if c.mismatch_low is None else c.mismatch_low
     high = high if c.mismatch_high is None else c.mismatch_high

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.algo import weighted_losses
-from fsdptrain.algo.corrections import REJECTION_ESTIMATORS, REJECTION_LEVELS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
 from fsdptrain.config.presets import LOSS_FIELDS, LOSS_OPTIONS
@@ -29,16 +28,7 @@ CONFIGS = [
     LossConfig(kl_loss_coef=0.3, kl_loss_type="k2", use_unbiased_kl=True),
     LossConfig(kl_loss_coef=0.3, kl_loss_type="k1", use_unbiased_kl=True),
     LossConfig(mismatch_correction="mis", kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.2),
-    LossConfig(mismatch_correction="tis", mismatch_rejection="token_k1", mismatch_rejection_max=0.1),
-    LossConfig(mismatch_rejection="seq_mean_k3", mismatch_rejection_max=0.05, use_rollout_logprobs=True),
-    LossConfig(mismatch_correction="mis", mismatch_rejection="seq_sum_k3", mismatch_rejection_max=0.02),
-    LossConfig(mismatch_rejection="seq_sum_k1", mismatch_rejection_max=0.1, use_opsm=True),
-    *(
-        LossConfig(mismatch_correction="tis", mismatch_rejection=f"{level}_{estimator}", mismatch_rejection_max=bound)
-        for level in REJECTION_LEVELS
-        for estimator in REJECTION_ESTIMATORS
-        for bound in (0.01, 0.3)
-    ),
+    LossConfig(mismatch_high=1.5, use_rollout_logprobs=True),
 ]
 SPREADS = [0.0, 0.02, 0.3, 3.0, 200.0]  # how far old, rollout and reference logprobs lie from the current ones
 
@@ -136,13 +126,12 @@ def with_values(config: LossConfig, **values: object) -> LossConfig:
 
 
 BUSY = LossConfig(eps_clip=0.1, eps_clip_high=0.1, eps_clip_c=1.3, is_cap_high=1.2, use_opsm=True, opsm_delta=0.2,
-                  mismatch_correction="tis", mismatch_rejection="token_k1", mismatch_rejection_max=0.6)  # fmt: skip
+                  mismatch_correction="tis")  # fmt: skip
 BASES = [BUSY, with_values(BUSY, eps_clip=0.4, eps_clip_high=0.4, opsm_delta=0.01)]
 OTHER = {"eps_clip": 0.001, "eps_clip_high": 0.001, "eps_clip_c": None, "is_cap_high": 1.5, "sapo_tau_pos": 2.0,
          "sapo_tau_neg": 2.0, "use_opsm": False, "opsm_delta": 0.02,
          "mismatch_correction": "none",
-         "mismatch_low": 0.95, "mismatch_high": 1.1, "mismatch_rejection": "seq_mean_k3",
-         "mismatch_rejection_max": 0.3}  # fmt: skip
+         "mismatch_low": 0.95, "mismatch_high": 1.1}  # fmt: skip
 
 
 def gradient_of(name: str, config: LossConfig, **other: object) -> torch.Tensor:

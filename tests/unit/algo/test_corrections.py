@@ -31,13 +31,8 @@ def batch_of(log_w: list[list[float]]) -> tuple[PackedBatch, LogProbs]:
 def test_use_rollout_logprobs_compares_the_current_policy_with_the_engine() -> None:
     batch, logprobs = batch_of([[0.4, 0.0], [0.0]])
     bypass = replace(batch, old_logprobs=batch.rollout_logprobs)
-    config = LossConfig(use_rollout_logprobs=True, mismatch_rejection="token_k1", mismatch_rejection_max=0.2)
-    output = LOSSES["reinforce"](bypass, logprobs, config)
-    assert output.metrics["mismatch/rejected"].item() == pytest.approx(1 / 3)  # l - lr is 0.3, -0.1, -0.1
-    assert output.metrics["mismatch/abs_mean"].item() == pytest.approx((0.3 + 0.1 + 0.1) / 3)
-    output.loss.backward()
-    assert logprobs.values.grad is not None
-    assert logprobs.values.grad[:2].tolist() == pytest.approx([0.0, -1.5 / 3])
+    metrics = LOSSES["reinforce"](bypass, logprobs, LossConfig(use_rollout_logprobs=True)).metrics
+    assert metrics["mismatch/abs_mean"].item() == pytest.approx((0.3 + 0.1 + 0.1) / 3)  # l - lr is 0.3, -0.1, -0.1
 
 
 @pytest.mark.parametrize(

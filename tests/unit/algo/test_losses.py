@@ -97,7 +97,7 @@ def test_a_step_without_any_loss_token_has_a_loss_of_0_and_no_means() -> None:
 def test_losses_that_skip_samples_of_advantage_0_have_no_gradient_there(name: str, correction: str) -> None:
     batch, logprobs = make_batch()
     values = logprobs.values.detach().clone().requires_grad_()
-    config = LossConfig(eps_clip_c=3.0, use_opsm=True, mismatch_correction=correction, mismatch_rejection="token_k3")
+    config = LossConfig(eps_clip_c=3.0, use_opsm=True, mismatch_correction=correction)
     batch = replace(batch, advantages=torch.zeros_like(batch.advantages), ref_logprobs=None)
     output = LOSSES[name](batch, LogProbs(values), config)
     output.loss.backward()

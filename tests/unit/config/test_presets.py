@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from fsdptrain.algo.advantages import ADVANTAGES
-from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
+from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS
@@ -32,10 +32,6 @@ MODEL = ["--hf-checkpoint", "x"]
         ("loss_aggregation", AGGREGATIONS),
         ("kl_loss_type", KL_ESTIMATORS),
         ("mismatch_correction", CORRECTIONS),
-        (
-            "mismatch_rejection",
-            ["none", *(f"{level}_{kl}" for level in REJECTION_LEVELS for kl in REJECTION_ESTIMATORS)],
-        ),
     ],
 )
 def test_the_command_line_offers_what_the_tables_hold(field, table):

@@ -151,8 +151,7 @@ COMPUTED = """
 --algorithm sft --rollout-batch-size 8 --global-batch-size 4 | --rollout-batch-size | --rollout-batch-size 4
 --n-samples-per-prompt 1 | --n-samples-per-prompt; at least 2 | --n-samples-per-prompt 2
 --n-samples-per-prompt 1 | --n-samples-per-prompt | --advantage-estimator my.advantages:baseline
---mismatch-rejection seq_mean_k3 | --mismatch-rejection-max; 0.01 | --mismatch-rejection-max 0.01
---algorithm prime_rl --mismatch-rejection token_k1 --mismatch-rejection-max 0.1 | --mismatch-rejection; prime_rl | --algorithm grpo
+--algorithm prime_rl --mismatch-correction tis | --mismatch-correction; prime_rl | --algorithm grpo
 --eps-clip-high 0.28 | --eps-clip-high; --global-batch-size below 256 | --global-batch-size 64
 --eps-clip 0.1 | --eps-clip; ratio is always 1 | --use-rollout-logprobs
 --eps-clip-c 3.0 | --eps-clip-c | --global-batch-size 64
