@@ -99,7 +99,6 @@ def test_help_of_a_section_shows_its_options_and_a_word_searches(fsdptrain):
 ANSWERED = [
     *(["--help"], ["--help-all"], ["--help", "kl"], [*MODEL, "--dry-run"], ["export", "--help"], ["report", "--help"]),
     *(["--no-such-flag"], ["--version"], ["recipes"], [*MODEL, "--prompt-data", "none.jsonl"]),
-    [*MODEL, "--prompt-data", "tests/data/rows.csv", "--label-key", "lable"],
     *([*MODEL, "--reward", "maths"], [*MODEL, "--reward", "tests.e2e.scripts:none"]),
     *([*MODEL, "--output-dir", "README.md/x"], ["eval", "tests", "--prompt-data", "none.jsonl"], ["export", "tests"]),
 ]
