@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -72,16 +71,6 @@ def bfloat16_reason() -> tuple[bool, str]:
     names = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "BF16 of ARM"}
     has = [name for key, name in names.items() if torch.cpu.get_capabilities().get(key)]
     return bool(has), f"this CPU has {' and '.join(has) or 'none of ' + ', '.join(names.values())}"
-
-
-def peak_device_memory() -> int:
-    """Return the peak memory allocated by tensors on the device since the start; 0 on a CPU. [bytes]"""
-    return torch.accelerator.max_memory_allocated() if has_accelerator() else 0
-
-
-def host_rss() -> int:
-    """Return the resident memory of this process. [bytes]"""
-    return psutil.Process().memory_info().rss
 
 
 @contextmanager

@@ -48,10 +48,4 @@ def _changed(config: Config) -> Iterator[tuple[Config, str]]:
             check(changed)
         except ConfigError:
             continue
-        yield changed, " ".join(_flag(all_keys()[flat].flag, value) for flat, value in changes.items())
-
-
-def _flag(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return flag if value else f"--no-{flag.removeprefix('--')}"
-    return f"{flag} {value}"
+        yield changed, " ".join(all_keys()[flat].shown(changed) for flat in changes)

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -105,9 +106,9 @@ def packing_metrics(steps: "Sequence[StepBatches]") -> Metrics:
 def memory_metrics(*, planned: int | None) -> Metrics:
     """Return the peak memory over ranks, with the memory `planned` per rank. `planned` in [bytes], metrics in [GiB]."""
     expected = {} if planned is None else {"perf/planned_memory_gib": planned / platform.GIB}
-    found = {"perf/host_rss_gib": platform.host_rss() / platform.GIB}
+    found = {"perf/host_rss_gib": psutil.Process().memory_info().rss / platform.GIB}
     if platform.has_accelerator():
-        found["perf/peak_memory_gib"] = platform.peak_device_memory() / platform.GIB
+        found["perf/peak_memory_gib"] = torch.accelerator.max_memory_allocated() / platform.GIB
     return expected | reduce_max(found)
 
 

@@ -33,14 +33,6 @@ def test_what_inspect_says_to_machines_is_the_same(tmp_path: Path):
     assert report["fallbacks"] == []
 
 
-def test_with_liger_it_says_what_is_replaced_or_why_nothing_is(tmp_path: Path):
-    zoo.config("qwen3").save_pretrained(tmp_path / "model")
-    report = json.loads(said("inspect", tmp_path / "model", tmp_path, "--liger", "--json", code=2))  # as a run
-    assert "norms, MLPs: transformers instead of liger (--liger needs " in report["fallbacks"][-1]
-    assert report["refusal"].startswith("--liger needs ")
-    assert report["refusal"] in (tmp_path / "err").read_text()
-
-
 def test_strict_ends_a_run_with_a_fallback(tmp_path: Path):
     model = save_hub(zoo.build("qwen3_next"), tmp_path / "model")
     argv = ["--hf-checkpoint", str(model), "--num-rollout", "0", "--output-dir", str(tmp_path / "run"), "--no-bf16"]

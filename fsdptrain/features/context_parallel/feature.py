@@ -2,23 +2,23 @@
 
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.feature import Feature
-from fsdptrain.features.context_parallel.checks import check_context_parallel
 from fsdptrain.features.context_parallel.rows import UlyssesRows
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
-from fsdptrain.features.meta import meta_model_of
-from fsdptrain.features.sections import ContextParallelConfig
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
+from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import stock_class
 from fsdptrain.types import PackedBatch
+
+# Layers that mix tokens by attention over the whole sequence or a window, or not at all.
+_SPLIT_KINDS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
 
 
 class ContextParallelFeature(Feature):
@@ -28,10 +28,7 @@ class ContextParallelFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
-        model = meta_model_of(checkpoint, config)
-        with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            section, tensor_size = config.section(ContextParallelConfig), config.ranks_along("tensor")
-            check_context_parallel(model, section, tensor_size=tensor_size)
+        check_layer_kinds(model_config(checkpoint, trust_remote_code=config.model.trust_remote_code))
         return cls()
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
@@ -50,6 +47,12 @@ class ContextParallelFeature(Feature):
         """Return this rank's rows. Stock attention, the reference of the probes, gets whole rows on every rank."""
         assert self._group is not None
         return UlyssesRows(batch, self._group) if _is_split(layout, attention) else None
+
+
+def check_layer_kinds(config: PretrainedConfig) -> None:
+    """Raise ConfigError for layers that may be exact in the short sequences of the probe and not in long ones."""
+    if kinds := sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SPLIT_KINDS):
+        raise ConfigError(f"--context-parallel-size: layers of {', '.join(kinds)} need whole sequences: leave it out")
 
 
 def _is_split(layout: Layout, attention: str) -> bool:

@@ -4,7 +4,7 @@ report = inspect_model(config, num_gpus=8)
 json.dumps(report.as_dict())
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from fsdptrain.config import Config
 from fsdptrain.config.checks import check_packages
 from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import NumericsError
-from fsdptrain.features.context_parallel.checks import check_context_parallel
-from fsdptrain.features.liger.feature import obstacle
+from fsdptrain.features.context_parallel.feature import check_layer_kinds
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.model_parallel.plan import split_plan_of
-from fsdptrain.features.sections import ContextParallelConfig, LigerConfig, LoraConfig
+from fsdptrain.features.sections import ContextParallelConfig, LoraConfig
 from fsdptrain.fsdp.build import meta_policy
 from fsdptrain.memory.estimate import Shapes, count_parameters
 from fsdptrain.model.layer_kinds import layer_kinds
@@ -83,7 +82,6 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
             probe = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
     except NumericsError as error:
         refusal = str(error)
-    liger = list(_liger(config, model))
     split_plan_of(model, config)
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
@@ -94,8 +92,8 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         parameters=_count(model, Shapes(model, config, num_gpus)),
         head=_head(model),
         probe=probe,
-        refusal=refusal or next((kernel.reason for kernel in liger if kernel.fell_back), ""),
-        kernels=[*kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe), *liger],
+        refusal=refusal,
+        kernels=kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
         device_type=device_type,
     )
 
@@ -107,22 +105,13 @@ def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:
     """
     path = resolve_config(config.model.hf_checkpoint)
     model = meta_policy(config.with_values(lr_scale={}), path, NO_FEATURES)  # which may name parameters of an adapter
-    context, lora = config.section(ContextParallelConfig), config.section(LoraConfig)
-    if context.context_parallel_size > 1:
-        check_context_parallel(model, context, tensor_size=config.ranks_along("tensor"))
+    if config.section(ContextParallelConfig).context_parallel_size > 1:
+        check_layer_kinds(model.config)
+    lora = config.section(LoraConfig)
     if lora.rank:
         check_packages(config, [LoraConfig.NAME])
         add_adapters(model, lora)
     return model, path
-
-
-def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
-    """Report whether --liger replaces modules."""
-    if config.section(LigerConfig).liger:
-        check_packages(config, [LigerConfig.NAME])
-        problem = obstacle(model.config.model_type)
-        stock = Kernel("norms, MLPs", "transformers", wanted="liger", reason=f"--liger {problem}")
-        yield stock if problem else Kernel("norms, MLPs", "liger")
 
 
 def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:
