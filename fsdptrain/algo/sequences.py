@@ -19,7 +19,8 @@ def gspo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
     """
     tokens = at_loss_tokens(batch, logprobs)
     mean = sequence_mean(tokens, (tokens.logprobs - tokens.old_logprobs).detach())
-    return clipped_ratio(tokens, clamped(straight_through(tokens.logprobs, mean)), config)
+    straight_through = tokens.logprobs - tokens.logprobs.detach() + mean  # the mean, with the gradient of l
+    return clipped_ratio(tokens, clamped(straight_through), config)
 
 
 def off_policy_sequences(tokens: LossTokens, delta: float) -> Tensor:  # [M] bool
@@ -39,12 +40,3 @@ def sequence_mean(tokens: LossTokens, values: Tensor) -> Tensor:
     """Average `values` over the loss tokens of each sequence, broadcast to its tokens. [M] -> [M]"""
     counts = sequence_sum(tokens, torch.ones_like(values))
     return sequence_sum(tokens, values) / counts.clamp(min=1)  # 0 loss tokens in an empty pack
-
-
-def straight_through(values: Tensor, target: Tensor) -> Tensor:
-    """`target` in the forward pass, the gradient of `values` in the backward pass (straight-through). [M]
-
-    This is the token form of a sequence-level quantity in GSPO. If f(target) is summed over a sequence with equal
-    weights and `target` is the mean of `values`, the gradient equals that of the mean itself.
-    """
-    return values - values.detach() + target.detach()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, NumericsError
@@ -28,7 +28,7 @@ class ContextParallelFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
-        check_layer_kinds(model_config(checkpoint, trust_remote_code=config.model.trust_remote_code))
+        check_model(model_config(checkpoint, trust_remote_code=config.model.trust_remote_code), config)
         return cls()
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
@@ -49,10 +49,19 @@ class ContextParallelFeature(Feature):
         return UlyssesRows(batch, self._group) if _is_split(layout, attention) else None
 
 
-def check_layer_kinds(config: PretrainedConfig) -> None:
-    """Raise ConfigError for layers that may be exact in the short sequences of the probe and not in long ones."""
-    if kinds := sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SPLIT_KINDS):
+def check_model(model: PreTrainedConfig, config: Config) -> None:
+    """Raise ConfigError for layers that may be exact in the short sequences of the probe and not in long ones.
+
+    Also if the heads are not divisible, which would otherwise be known after the weights are loaded.
+    """
+    text, ranks = model.get_text_config(), config.ranks_along("context") * config.ranks_along("tensor")
+    if kinds := sorted(set(getattr(text, "layer_types", None) or ()) - _SPLIT_KINDS):
         raise ConfigError(f"--context-parallel-size: layers of {', '.join(kinds)} need whole sequences: leave it out")
+    if (heads := getattr(text, "num_attention_heads", None) or ranks) % ranks:
+        raise ConfigError(
+            f"--context-parallel-size, times --tensor-parallel-size, is {ranks} and must divide the {heads} attention "
+            "heads: choose a divisor"
+        )
 
 
 def _is_split(layout: Layout, attention: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.model.layer_kinds import are_of_the_text, layer_kinds, per_layer_lists
+from fsdptrain.model.layer_kinds import are_of_the_text, one_of_each_kind, per_layer_lists
 from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import MODEL_ERRORS
 
@@ -67,12 +67,9 @@ def keep_one_of_each_kind(model: PreTrainedModel) -> dict[str, list[int]]:
     Returns the original indices of the kept layers by the path of their list.
     """
     text = model.config.get_text_config()
-    kept: dict[str, list[int]] = {}
-    for kind in layer_kinds(model):
-        kept.setdefault(kind.path, []).append(kind.indices[0])
+    kept = one_of_each_kind(model)
     for path, indices in kept.items():
         layers = cast(nn.ModuleList, model.get_submodule(path))
-        indices.sort()
         if are_of_the_text(model, layers):
             lists = per_layer_lists(model, layers)
             text.num_hidden_layers = len(indices)

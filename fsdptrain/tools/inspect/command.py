@@ -8,7 +8,7 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.tools.machine import JSON, NUM_GPUS, resolve_command
 
 USAGE = """\
-What will run, by config.json alone: layers, layout, kernels.
+What will run, by config.json alone: parameters, layout, kernels.
 
 Takes any option of a run too; with --strict a fallback ends in exit code 2."""
 

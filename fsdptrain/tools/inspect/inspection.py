@@ -17,13 +17,12 @@ from fsdptrain.config import Config
 from fsdptrain.config.checks import check_packages
 from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import NumericsError
-from fsdptrain.features.context_parallel.feature import check_layer_kinds
+from fsdptrain.features.context_parallel.feature import check_model
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.model_parallel.plan import split_plan_of
 from fsdptrain.features.sections import ContextParallelConfig, LoraConfig
 from fsdptrain.fsdp.build import meta_policy
 from fsdptrain.memory.estimate import Shapes, count_parameters
-from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.loading.fill import parameter_names
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.materialize import quiet_transformers
@@ -37,17 +36,6 @@ from fsdptrain.trainer.resolve import resolve_dtype
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Repeated layers of one kind."""
-
-    path: str  # with their span, as in `model.layers 0-35`
-    class_name: str
-    note: str  # their config entries, e.g. "sliding_attention"
-    count: int
-    numel: int  # parameters of one of them
-
-
-@dataclass(frozen=True)
 class Inspection:
     """The full report. `refusal` is the reason why the model cannot be trained; `probe` may be None then."""
 
@@ -55,7 +43,6 @@ class Inspection:
     model_class: str
     model_type: str
     module: str  # module that defines the class
-    layers: list[Layers]
     parameters: Mapping[str, int]
     head: str
     probe: LayoutProbe | None
@@ -88,7 +75,6 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
-        layers=_layers(model),
         parameters=_count(model, Shapes(model, config, num_gpus)),
         head=_head(model),
         probe=probe,
@@ -106,7 +92,7 @@ def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:
     path = resolve_config(config.model.hf_checkpoint)
     model = meta_policy(config.with_values(lr_scale={}), path, NO_FEATURES)  # which may name parameters of an adapter
     if config.section(ContextParallelConfig).context_parallel_size > 1:
-        check_layer_kinds(model.config)
+        check_model(model.config, config)
     lora = config.section(LoraConfig)
     if lora.rank:
         check_packages(config, [LoraConfig.NAME])
@@ -123,19 +109,6 @@ def _count(model: PreTrainedModel, shapes: Shapes) -> dict[str, int]:
         "per_rank": sum(map(shapes.shard, model.parameters())),  # on the rank with most
         "num_shards": shapes.num_shards,
     }
-
-
-def _layers(model: PreTrainedModel) -> list[Layers]:
-    return [
-        Layers(
-            path=f"{kind.path} {kind.span}",
-            class_name=type(kind.layer).__name__,
-            note=", ".join(kind.entry),
-            count=len(kind.indices),
-            numel=sum(parameter.numel() for parameter in kind.layer.parameters()),
-        )
-        for kind in layer_kinds(model)
-    ]
 
 
 def _head(model: PreTrainedModel) -> str:

@@ -15,22 +15,15 @@ WIDEST = 100  # columns
 
 def print_inspection(report: Inspection) -> None:
     console = narrow_console()
-    line(console, report.model_class, f"{report.model_type}, {report.module}")
+    where = (f"{report.model_type}, {report.module}", "dim")
+    console.print(Text.assemble((report.model_class, "bold"), "  ", where), highlight=False)
     section(console, "Parameters", facts([*_parameter_rows(report.parameters), ("head", report.head)]))
-    sizes = [f"{x.count} x {count(x.numel)}" if x.count > 1 else count(x.numel) for x in report.layers]
-    names = [(x.path.removeprefix("model."), x.class_name, x.note) for x in report.layers]
-    layers = [(*name, size) for name, size in zip(names, sizes, strict=True)]
-    section(console, "Layers", table(("layers", "class", "kind"), ("parameters",), layers))
     section(console, "Computation", facts(_computation(report)))
 
 
 def narrow_console() -> Console:
     console = Console()
     return console if console.width <= WIDEST else Console(width=WIDEST)
-
-
-def line(console: Console, first: str, rest: str) -> None:
-    console.print(Text.assemble((first, "bold"), "  ", (rest, "dim")), highlight=False)
 
 
 def section(console: Console, title: str, rows: Table) -> None:
