@@ -8,46 +8,40 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fsdptrain.errors import RolloutError
-
-_FLAG = "--rollout-timeout"
-_GRACE = 1.25  # for a call that checks the deadline itself, between two steps
-
 
 class CallLimit:
-    """--rollout-timeout, for one call at a time.
+    """--rollout-timeout, for one call at a time: a longer one ends the process, after its stacks are written to stderr.
 
-    A call that checks `is_over` ends with a RolloutError. Any other one ends the process, after its stacks were
-    written to stderr. A thread watches: only code that never releases the GIL escapes it.
+    A thread watches: only code that never releases the GIL escapes it.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic()
+        self._seconds = seconds
+        self.restart()
 
     @contextmanager
-    def around(self, call: str, *, checked: bool = False) -> Iterator[None]:
-        """checked: the call checks `is_over` and gets 25 % more time to do so."""
-        self._end = time.monotonic() + self.seconds
-        seconds = self.seconds * (_GRACE if checked else 1.0)
-        line = f"{call} hangs for {seconds:g} s and cannot be interrupted; stacks are above"
-        timer = threading.Timer(seconds, _end_process, [f"fsdptrain: {_FLAG} {self.seconds:g}: {line}"])
-        timer.daemon = True
-        timer.start()
+    def around(self, call: str) -> Iterator[None]:
+        self.restart()
+        done = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(call, done), daemon=True)
+        watch.start()
         try:
             yield
         finally:
-            timer.cancel()
-            timer.join()
+            done.set()
+            watch.join()
 
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._end
+    def restart(self) -> None:
+        """Give the call its time again, from now on."""
+        self._end = time.monotonic() + self._seconds
 
-    def error(self, call: str) -> RolloutError:
-        return RolloutError(
-            f"{call} took more than {_FLAG}, {self.seconds:g} s: raise it, or generate fewer tokens per call"
-        )
+    def _watch(self, call: str, done: threading.Event) -> None:
+        while not done.wait(self._end - time.monotonic()):
+            if time.monotonic() >= self._end:
+                _end_process(
+                    f"fsdptrain: --rollout-timeout {self._seconds:g}: {call} takes longer and cannot be interrupted: "
+                    "raise it, or see the stacks above"
+                )
 
 
 def _end_process(line: str) -> None:

@@ -31,8 +31,8 @@ class VllmConfig(Section):
     kv_cache_gib: Annotated[float | None, _NOT_HF, _STARTED] = Field(default=None, gt=0.0)
     """Memory of vLLM's key-value cache. Default: vLLM's choice on a GPU, 1 on a CPU. [GiB]"""
     timeout: Annotated[float, _NOT_HF] = Field(default=7200.0, gt=0.0)
-    """Time limit of a request (vllm-server), or of a weight sync and of a call with all prompts of a rank (vllm; with
-    --max-staleness and agents: of an engine step). A longer one ends the run. [s]"""
+    """Time limit of a request (vllm-server), or of an engine step and a weight sync (vllm). A longer one ends the run.
+    [s]"""
     urls: Annotated[Names, _SERVERS] = Field(default=[])
     """vllm-server: running servers, e.g. http://127.0.0.1:8000. See docs/rollouts.md."""
     num_servers: Annotated[int | None, _SERVERS] = Field(default=None, ge=1)

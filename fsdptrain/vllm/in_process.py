@@ -17,41 +17,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
-from fsdptrain.config import Config, DataConfig
-from fsdptrain.distributed import any_rank, raise_on_all_ranks
+from fsdptrain.config import Config
+from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.sections import RouterConfig
 from fsdptrain.memory.report import device_memory
 from fsdptrain.protocols import Naming
 from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.registry import suggest
-from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.call_limit import CallLimit
 from fsdptrain.vllm.config import VllmConfig
 from fsdptrain.vllm.options import (
     ENVIRONMENT,
+    completion_of,
     engine_options,
     memory_utilization,
     request_batch_invariance,
-    require_free,
-    routes_of,
     routes_options,
     sampling_options,
+    stop_token_ids,
 )
 from fsdptrain.vllm.requests import Request, Requests
 
 _RESERVED = frozenset(
-    {"model", "dtype", "load_format", "logprobs_mode", "skip_tokenizer_init", "enable_lora"}
-    | {"distributed_executor_backend", "worker_cls"}
+    {"skip_tokenizer_init", "distributed_executor_backend", "worker_cls"}
+    | {"pipeline_parallel_size", "data_parallel_size", "scheduling_policy"}
 )
-_OTHER_PARALLELISM = frozenset({"pipeline_parallel_size", "data_parallel_size"})
 CPU_WORKER = "fsdptrain.vllm.worker.cpu_worker.Worker"
-_SLICE_S = 1.0  # of `work`, for which one limit holds
-_STEPS_PER_CHECK = 16  # after which ranks that share an engine agree whether the deadline is over
-_GENERATE, _SYNC = "generate of --rollout-engine vllm", "a weight sync to --rollout-engine vllm"
+_STEP, _SYNC = "a step of --rollout-engine vllm", "a weight sync to --rollout-engine vllm"
 
 
 class VLLMEngine:
@@ -63,34 +58,22 @@ class VLLMEngine:
 
     weight_naming: Naming = "hub"
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        limit: CallLimit,
-        trust_remote_code: bool = False,
-        data: DataConfig | None = None,
-        **options: Any,
-    ) -> None:
-        """data: see `stop_tokens`; `options` are those of `vllm.LLM`."""
+    def __init__(self, config: Config, checkpoint: Path, options: Mapping[str, Any]) -> None:
+        """options: those of `vllm.LLM`."""
         self._vllm = _import_vllm()
-        model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        self._stop_token_ids = stop_tokens(checkpoint, model_config, trust_remote_code=trust_remote_code, data=data)
+        self._stop_token_ids = stop_token_ids(config, checkpoint)
+        self._limit = CallLimit(config.section(VllmConfig).timeout)
         self.policy_version = 0
         self._sleeps = bool(options.get("enable_sleep_mode"))
         self._has_weights = self._is_checked = False
         self._checksums: dict[str, int] = {}
-        fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs"}
-        options = {"load_format": "dummy", "skip_tokenizer_init": True, **options, **fixed, "disable_log_stats": True}
         with preserve_rng_state():  # vLLM seeds the generators of the process
-            self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
+            self._llm = self._vllm.LLM(**options)
         self._ranks: dist.ProcessGroup | None = None
         if options.get("tensor_parallel_size", 1) > 1:
             from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
             self._ranks = get_tp_group().cpu_group
-        self._limit = limit
-        self._step: Callable[[], list[Any]] = self._llm.llm_engine.step
         self._requests = Requests()
         self._prioritizes = options.get("scheduling_policy") == "priority"  # `generate` precedes requests in flight
         self._records_routes = bool(options.get("enable_return_routed_experts"))
@@ -134,33 +117,31 @@ class VLLMEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
         self._require_weights()
-        with self._limit.around(_GENERATE, checked=True):
-            if self._ranks is not None:
-                return self._generate_for_all_ranks(self._ranks, prompts, sampling)
-            return self._generate(prompts, sampling)
+        if self._ranks is not None:
+            return self._generate_for_all_ranks(self._ranks, prompts, sampling)
+        return self._generate(prompts, sampling)
 
     def submit(self, prompt: Prompt, sampling: SamplingParams) -> list[Future[Completion]]:
-        return [request.future for request in self._submit([prompt], sampling)]
+        return self._submit([prompt], sampling)
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Like `generate`, from another thread. After a weight sync, vLLM reads the previous tokens again."""
-        return [request.future.result() for request in self._submit(prompts, sampling)]
+        return [future.result() for future in self._submit(prompts, sampling)]
 
     def work(self, *, until: Callable[[], bool], seconds: float = math.inf) -> None:
         """Step vLLM with all requests. Not for engines that span ranks."""
         self._require_weights()
         end = time.monotonic() + seconds
-        while not until() and time.monotonic() < end:
-            slice_end = min(end, time.monotonic() + _SLICE_S)
-            with self._limit.around(_GENERATE, checked=True):  # of a step: waits for requests do not count
-                self._run(lambda: until() or time.monotonic() >= slice_end)  # noqa: B023 - called within the iteration
+        self._run(lambda: until() or time.monotonic() >= end)
 
-    def _submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, priority: int = 0) -> list[Request]:
+    def _submit(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, priority: int = 0
+    ) -> list[Future[Completion]]:
         requests = [
             Request(
                 prompt.token_ids,
                 self._vllm.SamplingParams(n=1, **sampling_options(prompt, index, sampling, self._stop_token_ids)),
-                partial(self._completion, prompt, with_routes=sampling.with_routes),
+                partial(_completion, prompt, sampling),
                 priority=priority,
             )
             for prompt in prompts
@@ -168,7 +149,7 @@ class VLLMEngine:
         ]
         for request in requests:
             self._requests.add(request)
-        return requests
+        return [request.future for request in requests]
 
     def _generate_for_all_ranks(
         self, ranks: dist.ProcessGroup, prompts: Sequence[Prompt], sampling: SamplingParams
@@ -182,27 +163,22 @@ class VLLMEngine:
         return made[begin * sampling.num_samples : (begin + len(prompts)) * sampling.num_samples]
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        requests = self._submit(prompts, sampling, priority=-1 if self._prioritizes else 0)
-        self._run(lambda: all(request.future.done() for request in requests))
-        return [request.future.result() for request in requests]
+        futures = self._submit(prompts, sampling, priority=-1 if self._prioritizes else 0)
+        self._run(lambda: all(future.done() for future in futures))
+        return [future.result() for future in futures]
 
     def _run(self, until: Callable[[], bool]) -> None:
         """Step vLLM until the condition holds."""
-        engine, ranks, num_steps = self._llm.llm_engine, self._ranks, 0
-        while not until():
-            self._requests.start_new(self._llm)
-            if not engine.has_unfinished_requests():
-                self._requests.wait()
-                continue
-            num_steps += 1
-            if ranks is None or num_steps % _STEPS_PER_CHECK == 0:  # those that share an engine stop together
-                is_over = self._limit.is_over
-                if is_over if ranks is None else any_rank(is_over, ranks):
-                    error = self._limit.error(_GENERATE)
-                    self._requests.fail(engine, error)
-                    raise error
-            for output in self._step():
-                self._requests.finish(output)
+        engine = self._llm.llm_engine
+        with self._limit.around(_STEP):
+            while not until():
+                self._limit.restart()
+                self._requests.start_new(self._llm)
+                if engine.has_unfinished_requests():
+                    for output in engine.step():
+                        self._requests.finish(output)
+                else:
+                    self._requests.wait()
 
     def _require_weights(self) -> None:
         if not self._has_weights:
@@ -239,47 +215,29 @@ class VLLMEngine:
         self._llm.llm_engine.engine_core._finalizer.detach()
         gc.unfreeze()  # vLLM froze the objects that existed at its start; they would be reported as leaks
 
-    def _completion(self, prompt: Prompt, output: Any, *, with_routes: bool) -> Completion:
-        tokens = list(output.token_ids)
-        versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
-        logprobs = [found[token].logprob for token, found in zip(tokens, output.logprobs, strict=True)]
-        if output.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"vLLM ended the completion of prompt {prompt.id!r} with {output.finish_reason!r}")
-        routes = routes_of(output.routed_experts) if with_routes else None
-        return Completion(
-            prompt.id,
-            tokens,
-            logprobs,
-            output.finish_reason,
-            versions[0],
-            routes=routes,
-            versions=versions if versions[0] != versions[-1] else None,
-        )
+
+def _completion(prompt: Prompt, sampling: SamplingParams, output: Any) -> Completion:
+    tokens = list(output.token_ids)
+    versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
+    logprobs = [found[token].logprob for token, found in zip(tokens, output.logprobs, strict=True)]
+    experts = output.routed_experts if sampling.with_routes else None
+    return completion_of(prompt, tokens, logprobs, output.finish_reason, versions, experts, source="vLLM")
 
 
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:
     """Raises ConfigError for --rollout-engine-args that vLLM does not have or that fsdptrain must set."""
     args, on_gpu = config.section(VllmConfig).engine_args, device.type == "cuda"
     request_batch_invariance(config, on_gpu=on_gpu)
-    options = engine_options(config, checkpoint, on_gpu=on_gpu)
-    options |= {"seed": config.rollout.seed, "enforce_eager": not on_gpu, "enable_sleep_mode": on_gpu}
-    options["skip_tokenizer_init"] = not config.rollout.stop
+    options = engine_options(config, checkpoint, reserved=_RESERVED, on_gpu=on_gpu)
+    options |= {"enable_sleep_mode": on_gpu, "skip_tokenizer_init": not config.rollout.stop}
     if on_gpu:
         torch.accelerator.empty_cache()
         options["gpu_memory_utilization"] = memory_utilization(*device_memory())
     options |= _parallel_options(
         args.get("tensor_parallel_size", 1), on_gpu=on_gpu, timeout_s=config.launch.dist_timeout
     )
-    require_free(args, _RESERVED)
     if config.sync.max_staleness:
-        require_free(args, frozenset({"scheduling_policy"}))
         options["scheduling_policy"] = "priority"
-    for name in args:
-        if name in _OTHER_PARALLELISM:
-            raise ConfigError(
-                f"--rollout-engine-args {name}: an engine in the trainer's process supports tensor_parallel_size only; "
-                "remove it, or use --rollout-engine vllm-server"
-            )
     _import_vllm()
     from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports] - an extra
 
@@ -288,9 +246,7 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         if name not in known:
             raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
     options |= {**args, **routes_options(config.section(RouterConfig).replay, device.type)}
-    limit = CallLimit(config.section(VllmConfig).timeout)
-    trust = config.model.trust_remote_code
-    return VLLMEngine(checkpoint, limit=limit, trust_remote_code=trust, data=config.data, **options)
+    return VLLMEngine(config, checkpoint, options)
 
 
 def _parallel_options(tensor_size: Any, *, on_gpu: bool, timeout_s: int) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from torch import Tensor
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.eval_sets import eval_sets
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.model.loading.meta import model_config
-from fsdptrain.types import Prompt, SamplingParams
+from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.config import VllmConfig
 
+_RESERVED = frozenset({"model", "dtype", "load_format", "logprobs_mode", "enable_lora"})
 _DRAFTS = ("ngram", "suffix")  # methods of speculative decoding without weights
 # No telemetry; threads sleep while they wait: spinning ones made generation on shared cores 7 to 9 times slower.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -31,9 +33,15 @@ def request_batch_invariance(config: Config, *, on_gpu: bool) -> None:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # servers inherit it
 
 
-def engine_options(config: Config, checkpoint: Path, *, on_gpu: bool) -> dict[str, Any]:
-    """Options that --rollout-engine-args may override, for the model in `checkpoint`."""
+def engine_options(config: Config, checkpoint: Path, *, reserved: frozenset[str], on_gpu: bool) -> dict[str, Any]:
+    """Options for the model in `checkpoint`.
+
+    --rollout-engine-args may override them, except some and those that are `reserved`: ConfigError.
+    """
     vllm = config.section(VllmConfig)
+    for name in vllm.engine_args:
+        if name in reserved | _RESERVED:
+            raise ConfigError(f"--rollout-engine-args {name}: fsdptrain needs its own value here; remove it")
     draft = vllm.engine_args.get("speculative_config")
     if draft and not on_gpu:
         raise ConfigError(
@@ -44,11 +52,13 @@ def engine_options(config: Config, checkpoint: Path, *, on_gpu: bool) -> dict[st
             f"--rollout-engine-args speculative_config: method {draft.get('method')!r} drafts with weights that no "
             f"weight sync updates: use {' or '.join(_DRAFTS)}"
         )
-    longest = config.prompt_budget + max(x.rollout.max_response_len for x in (config, *eval_sets(config).values()))
+    longest = longest_request(config)
     text = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).get_text_config(decoder=True)
     if "factor" not in (getattr(text, "rope_parameters", None) or {}):  # vLLM does not start beyond these positions
         longest = min(longest, getattr(text, "max_position_embeddings", None) or longest)
-    options: dict[str, Any] = {"dtype": config.compute_dtype_name, "max_model_len": longest}
+    options: dict[str, Any] = {"model": str(checkpoint), "dtype": config.compute_dtype_name, "max_model_len": longest}
+    options |= {"trust_remote_code": config.model.trust_remote_code, "seed": config.rollout.seed % 2**31}
+    options |= {"load_format": "dummy", "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
     if not on_gpu:
         options["enforce_eager"] = True
         # vLLM 0.32 dies of a seeded request whose prompt is read in chunks: "CPU Generator does not use offset"
@@ -58,19 +68,24 @@ def engine_options(config: Config, checkpoint: Path, *, on_gpu: bool) -> dict[st
     return options
 
 
+def stop_token_ids(config: Config, checkpoint: Path) -> list[int]:
+    """Return the tokens that end a response."""
+    trust = config.model.trust_remote_code
+    model = model_config(checkpoint, trust_remote_code=trust)
+    return sorted(stop_tokens(checkpoint, model, trust_remote_code=trust, data=config.data))
+
+
+def longest_request(config: Config) -> int:
+    """Return the tokens of the longest prompt and response, also of an evaluation."""
+    return config.prompt_budget + max(x.rollout.max_response_len for x in (config, *eval_sets(config).values()))
+
+
 def memory_utilization(free: int, total: int) -> float:
     """Return the fraction of the device that vLLM may use beside the trainer: 92 % of what is free, vLLM's own default.
 
     vLLM refuses to start if less is free than this fraction, also if the size of its cache is given.
     """
     return round(0.92 * free / total, 3)
-
-
-def require_free(engine_args: Mapping[str, Any], reserved: frozenset[str]) -> None:
-    """ConfigError if --rollout-engine-args sets an option that fsdptrain must set."""
-    for name in engine_args:
-        if name in reserved:
-            raise ConfigError(f"--rollout-engine-args {name}: fsdptrain needs its own value here; remove it")
 
 
 def routes_options(replay: str, device_type: str) -> dict[str, Any]:
@@ -104,6 +119,24 @@ def sampling_options(
         "skip_special_tokens": False,
         "detokenize": bool(sampling.stop),
     }
+
+
+def completion_of(
+    prompt: Prompt,
+    token_ids: list[int],
+    logprobs: list[float],
+    finish_reason: Any,
+    versions: list[int],
+    experts: "np.ndarray | str | None",
+    *,
+    source: str,
+) -> Completion:
+    """RolloutError if `source` ended it for another reason than the length or a stop."""
+    if finish_reason not in ("stop", "length"):
+        raise RolloutError(f"{source} ended the completion of prompt {prompt.id!r} with {finish_reason!r}")
+    mixed = versions if versions[0] != versions[-1] else None
+    routes = routes_of(experts)
+    return Completion(prompt.id, token_ids, logprobs, finish_reason, versions[0], routes=routes, versions=mixed)
 
 
 def routes_of(experts: "np.ndarray | str | None") -> Tensor | None:

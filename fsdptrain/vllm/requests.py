@@ -23,13 +23,11 @@ class Request:
     future: Future[Completion] = field(default_factory=Future)
 
     def answer(self, output: Any) -> None:
-        try:
-            completion = self.read(output.outputs[0])
-        except Exception as error:  # noqa: BLE001  # the thread that waits raises it
-            self.fail(error)
-        else:
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_result(completion)
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.read(output.outputs[0]))
+            except Exception as error:  # noqa: BLE001  # the thread that waits raises it
+                self.future.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -83,19 +81,15 @@ class Requests:
         if request is not None:  # otherwise it was cancelled
             request.answer(output)
 
-    def fail(self, engine: Any, error: RolloutError) -> None:
-        """End all requests with an error."""
-        running, self._running = self._running, {}
-        for request in [*running.values(), *self._take_new()]:
-            request.fail(error)
-        engine.abort_request(list(running))
-
     def _take_new(self) -> list[Request]:
         with self._changed:
             new, self._new = self._new, []
         return [request for request in new if not request.future.cancelled()]
 
     def close(self, engine: Any) -> None:
+        """End all requests with an error."""
         with self._changed:
             self._is_closed = True
-        self.fail(engine, RolloutError("the engine is closed"))
+        for request in [*self._running.values(), *self._take_new()]:
+            request.fail(RolloutError("the engine is closed"))
+        engine.abort_request(list(self._running))

@@ -5,42 +5,38 @@ import secrets
 import shutil
 import sys
 from contextlib import ExitStack
-from math import prod
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from fsdptrain.config import Config
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.sections import RouterConfig
-from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
-from fsdptrain.vllm.options import engine_options, request_batch_invariance, require_free, routes_options
+from fsdptrain.vllm.options import engine_options, request_batch_invariance, routes_options, stop_token_ids
 from fsdptrain.vllm.server.checks import is_local, require_fitting
-from fsdptrain.vllm.server.client import Deadline, VLLMClient, host_of
+from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.event_loop import EventLoop, all_of
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN, ServerProcess, command_line
-from fsdptrain.vllm.server.transfer import FileTransfer, NcclTransfer
+from fsdptrain.vllm.server.transfer import NcclTransfer, over_file, take_part
 from fsdptrain.vllm.weight_file import SHARED_MEMORY, WeightFile, folder_name
 
 _START_SHARE = 0.8  # of --dist-timeout, after which the other ranks wait no longer
 API_KEY = "ROLLOUT_API_KEY"  # environment variable, for servers that run already
 _RESERVED = frozenset(
-    {"model", "host", "port", "api_key", "hf_token", "dtype", "load_format", "logprobs_mode", "enable_lora"}
-    | {"scheduling_policy"}
+    {"host", "port", "api_key", "hf_token", "scheduling_policy", "data_parallel_size"}
     | {"tokens_only", "enable_scale_out", *PLUGIN, *MIDDLEWARE}
 )
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMServerEngine:
     """Collective. Rank 0 checks the servers, or starts them and waits until they are up."""
     loop, options = EventLoop(), config.section(ServerConfig)
+    timeout = options.weight_sync_timeout
     key, file, servers = os.environ.get(API_KEY, "").strip() or None, None, list[VLLMClient]()
     with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"), ExitStack() as after_error:
         if options.weight_transfer == "nccl" and device.type != "cuda":
@@ -56,25 +52,23 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
                 processes = _start(config, checkpoint, file.folder, key, device)
                 for process in processes:
                     after_error.callback(process.close)
-                servers = [VLLMClient(process.url, key, log=process.log) for process in processes]
-                deadline = Deadline(_START_SHARE * config.launch.dist_timeout)
-                pairs = zip(processes, servers, strict=True)
-                loop.run(all_of(process.wait_until_up(server, deadline) for process, server in pairs))
-            begin, timeout = ("fsdptrain_begin", options.weight_transfer), options.weight_sync_timeout
+                seconds = _START_SHARE * config.launch.dist_timeout
+                loop.run(all_of(process.wait_until_up(seconds) for process in processes))
+                servers = [process.client for process in processes]
+            begin = "fsdptrain_begin", options.weight_transfer
             loop.run(all_of(server.call_workers(*begin, timeout=timeout) for server in servers))
-        over_nccl = options.weight_transfer == "nccl"
-        transfer = NcclTransfer(servers, loop, options.weight_sync_timeout) if over_nccl else FileTransfer(file)
+        transfer = partial(over_file, file)
+        if options.weight_transfer == "nccl":
+            transfer = NcclTransfer(servers, loop, timeout) if servers else take_part
         cleanup = after_error.pop_all()
     found, key, run_id = gather(([(server.url, server.log) for server in servers], key, secrets.token_hex(4)))[0]
-    trust = config.model.trust_remote_code
-    model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
     return VLLMServerEngine(
         config,
         [VLLMClient(url, key, log=log) for url, log in found],
         run_id,
         loop=loop,
         transfer=transfer,
-        stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust, data=config.data),
+        stop_token_ids=stop_token_ids(config, checkpoint),
         cleanup=cleanup,
     )
 
@@ -94,21 +88,10 @@ def _start(config: Config, checkpoint: Path, weights: Path, key: str, device: to
 
 def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[str]:
     """The flags of a server; docs/rollouts.md gives them to users who start their own."""
-    args = config.section(VllmConfig).engine_args
-    require_free(args, _RESERVED)
-    options: dict[str, Any] = {
-        **engine_options(config, checkpoint, on_gpu=on_gpu),
-        "seed": config.rollout.seed % 2**31,
-        "scheduling_policy": "priority",  # by arrival among equals
-        "disable_uvicorn_access_log": True,
-        "disable_log_stats": True,
-    }
-    if config.model.trust_remote_code:
-        options["trust_remote_code"] = True
-    fixed: dict[str, Any] = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs"}
-    load = {"load_format": options.pop("load_format", "dummy")}
+    options = engine_options(config, checkpoint, reserved=_RESERVED, on_gpu=on_gpu)
+    options |= {"scheduling_policy": "priority", "disable_uvicorn_access_log": True}  # by arrival among equals
     mode = {"enable_scale_out" if config.rollout.stop else "tokens_only": True}  # the former loads a tokenizer
-    return command_line({**options, **args, **fixed, **load, **mode, **PLUGIN, **MIDDLEWARE})
+    return command_line({**options, **config.section(VllmConfig).engine_args, **mode, **PLUGIN, **MIDDLEWARE})
 
 
 def _devices(config: Config, count: int, device: torch.device) -> list[str | None]:
@@ -117,7 +100,8 @@ def _devices(config: Config, count: int, device: torch.device) -> list[str | Non
         return [None] * count
     visible = torch.accelerator.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(visible)))).split(",")
-    each = prod(int(config.section(VllmConfig).engine_args.get(name, 1)) for name in _PARALLEL)
+    args = config.section(VllmConfig).engine_args
+    each = int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks + count * each > visible:
         raise ConfigError(
@@ -133,7 +117,7 @@ def weight_path(config: Config, checkpoint: Path) -> Path:
     options = config.section(ServerConfig)
     if options.weight_sync_dir is not None:
         return Path(options.weight_sync_dir) / name
-    if options.weight_transfer != "file" or all(is_local(host_of(url)) for url in config.section(VllmConfig).urls):
+    if options.weight_transfer != "file" or all(is_local(url) for url in config.section(VllmConfig).urls):
         # twice the files of the checkpoint, whose dtype may be half as wide as the compute dtype
         needed = 2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
         if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed:

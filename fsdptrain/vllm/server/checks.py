@@ -3,18 +3,20 @@
 import ipaddress
 import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 from fsdptrain.config import Config
-from fsdptrain.config.eval_sets import eval_sets
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.features.sections import RouterConfig
+from fsdptrain.vllm.options import longest_request
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN
 
 _DESCRIBE_S = 120.0  # for a server to describe itself: it inspects its whole machine first
 
 
-def is_local(host: str) -> bool:
+def is_local(url: str) -> bool:
+    host = urlsplit(url).hostname
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -25,7 +27,8 @@ def is_local(host: str) -> bool:
 async def require_fitting(client: VLLMClient, config: Config) -> None:
     """ConfigError if a running server was started with other options, or obeys others on the network."""
     try:
-        flags = _flags_of(await client.engine_config(timeout=_DESCRIBE_S), config)
+        described = await client.get("/server_info?config_format=json", "vllm_config", timeout=_DESCRIBE_S)
+        flags = _flags_of(described, config)
     except (RolloutError, KeyError, TypeError, AttributeError) as error:  # the latter: it is another program
         what = error if isinstance(error, RolloutError) else f"{client.url} does not describe itself ({error!r})"
         raise ConfigError(
@@ -34,7 +37,7 @@ async def require_fitting(client: VLLMClient, config: Config) -> None:
     wrong = [f"--{name} {needed} (it has {value})" for name, (needed, value) in flags.items() if needed != value]
     if wrong:
         raise ConfigError(f"--rollout-urls: {client.url} must be started with {', '.join(wrong)}")
-    if is_local(client.host):
+    if is_local(client.url):
         return
     try:
         # vLLM's key protects its public routes only
@@ -49,13 +52,13 @@ async def require_fitting(client: VLLMClient, config: Config) -> None:
 
 def _flags_of(found: Any, config: Config) -> dict[str, tuple[Any, Any]]:
     """What vLLM's flags must be, and what they are on a server that described itself as `found`."""
-    longest = config.prompt_budget + max(x.rollout.max_response_len for x in (config, *eval_sets(config).values()))
-    model = found["model_config"]
+    model, parallel = found["model_config"], found["parallel_config"]
     flags = {
         "dtype": (config.compute_dtype_name, model["dtype"].removeprefix("torch.")),
         "logprobs-mode": ("processed_logprobs", model["logprobs_mode"]),
-        "worker-extension-cls": (PLUGIN["worker_extension_cls"], found["parallel_config"]["worker_extension_cls"]),
-        "max-model-len": (max(longest, model["max_model_len"]), model["max_model_len"]),
+        "worker-extension-cls": (PLUGIN["worker_extension_cls"], parallel["worker_extension_cls"]),
+        "data-parallel-size": (1, parallel["data_parallel_size"]),  # the workers of the others would not be verified
+        "max-model-len": (max(longest_request(config), model["max_model_len"]), model["max_model_len"]),
     }
     if config.sync.max_staleness:
         flags["scheduling-policy"] = ("priority", found["scheduler_config"]["policy"])

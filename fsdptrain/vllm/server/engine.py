@@ -6,12 +6,12 @@ or does not answer ends the run.
 
 import asyncio
 import resource
-import threading
+import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,12 +22,15 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import Naming
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
-from fsdptrain.vllm.options import routes_of, sampling_options
-from fsdptrain.vllm.server.client import Deadline, Generation, VLLMClient
-from fsdptrain.vllm.server.event_loop import EventLoop, all_of
+from fsdptrain.vllm.options import completion_of, sampling_options
+from fsdptrain.vllm.server.client import VLLMClient, shown
+from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.transfer import Transfer, Update
 
+T = TypeVar("T")
+
 _FLAG = "--rollout-engine vllm-server"
+_GENERATE = "/inference/v1/generate"
 _MAX_IN_FLIGHT = 512  # requests of one rank to one server
 
 
@@ -60,50 +63,47 @@ class VLLMServerEngine:
         self.request_timeout = config.section(VllmConfig).timeout
         self._keeps_requests = config.sync.max_staleness > 0  # running requests continue after a weight sync
         self._loop = loop
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._run_id = run_id
+        self._run_id, self._stop_token_ids = run_id, stop_token_ids
         self._transfer, self._cleanup = transfer, cleanup
-        self._has_weights = False  # nor during a sync
+        self._has_weights = self._is_checked = False
+        self._is_open = asyncio.Event()  # clear during a weight sync, which holds new requests
+        self._is_open.set()
+        self._checksums: dict[str, dict[str, int]] = {}  # by URL, of the last update; on rank 0
         self._num_in_flight = Counter[str]()  # requests by URL; only the event loop changes it
-        self._slots = asyncio.Semaphore(_max_connections(len(clients)))
-        self._is_syncing = self._is_closed = self._is_checked = False
-        self._changed = threading.Condition()  # guards `_has_weights`, `_is_syncing` and `_is_closed`
+        self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT * len(clients))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a request opens a connection
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Push the tensors of a checkpoint, by the names of its files, to all servers. Collective."""
         with raise_on_all_ranks(RolloutError, _FLAG):
-            updates = self._transfer.updates(weights)
-        with self._syncing():
+            updates = self._transfer(weights)
+        self._is_open.clear()
+        is_updated = False
+        try:
             with raise_on_all_ranks(RolloutError, _FLAG):
                 if dist.get_rank() == 0:
                     self._push(iter(updates), self._tag_of(policy_version))
                 else:
                     list(updates)
-            self.policy_version, self._has_weights, self._is_checked = policy_version, True, False
+            self.policy_version, is_updated, self._is_checked = policy_version, True, False
+        finally:
+            self._loop.run(self._open(has_weights=is_updated))
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Return `num_samples` completions per prompt, in the order of the prompts. Each request has another seed."""
         options = {"priority": -1} if self._keeps_requests else {}
-        return self._loop.run(self._generate_all(prompts, sampling, self._version(), options))
+        return self._loop.run(self._generate_all(prompts, sampling, options))
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Like `generate`, from any thread. A weight sync pauses the requests; they keep their tokens and continue."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not self._is_syncing)
-            if self._is_closed:
-                raise RolloutError("the engine is closed")
-            version = self._version()
-        return self._loop.run(self._generate_all(prompts, sampling, version, {}))
+        return self._loop.run(self._generate_all(prompts, sampling, {}))
 
     def expect_checksums(self) -> None:
         self._is_checked = True
 
     def checksums(self) -> dict[str, dict[str, int]]:
-        """By URL. Ranks share the servers: each asks some."""
-        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        clients, deadline = self.clients[rank::num_ranks], Deadline(self.response_timeout)
-        found = self._loop.run(all_of(client.checksums(timeout=deadline.left) for client in clients))
-        return {client.url: sums for client, sums in zip(clients, found, strict=True)}
+        return self._checksums
 
     def sleep(self) -> None:
         """Do nothing: servers use other devices and keep weights and cache."""
@@ -112,77 +112,66 @@ class VLLMServerEngine:
 
     def close(self) -> None:
         """Cancel requests in flight and stop the servers that this run has started."""
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._changed.notify_all()
         self._loop.close()
         self._cleanup.close()
 
     def _tag_of(self, policy_version: int) -> str:
         return f"{self._run_id}/{policy_version}"
 
-    def _version(self) -> int:
-        if not self._has_weights:
-            raise RolloutError("the servers have no weights: call update_weights first")
-        return self.policy_version
-
     def _push(self, updates: Iterator[Update], tag: str) -> None:
-        """Pause all servers, load all weights, reset the prefix caches, check the versions, and resume all.
+        """Pause all servers, which empties their caches, load all weights, check the versions, and resume all.
 
         Nothing is retried. After an update that failed half way a server has layers without weights and stays paused,
         until the next one.
         """
-        deadline = Deadline(self.response_timeout)
+        end = time.monotonic() + self.response_timeout
 
-        def post(path: str, body: Any = None) -> Coroutine[Any, Any, None]:
-            return self._by_all(lambda client: client.post(path, body, timeout=deadline.left))
+        def left() -> float:
+            return max(0.01, end - time.monotonic())
+
+        def post(path: str, body: Any = None) -> Coroutine[Any, Any, list[Any]]:
+            return self._all_of(client.post(path, body, timeout=left()) for client in self.clients)
 
         try:
             self._loop.run(post(f"/pause?mode={'keep' if self._keeps_requests else 'abort'}"))
             if self._is_checked:
-                self._loop.run(self._by_all(lambda client: client.expect_checksums(timeout=deadline.left)))
+                self._loop.run(post("/collective_rpc", {"method": "fsdptrain_expect_checksums"}))
             self._loop.run(post("/start_weight_update"))
             for info, meanwhile in updates:
                 taken = self._loop.start(post("/update_weights", {"update_info": info}))
                 meanwhile()
                 taken.result()
             self._loop.run(post("/finish_weight_update", {"weight_version": tag}))
-            self._loop.run(self._by_all(lambda client: client.require_updated(tag, deadline)))
+            found = self._loop.run(self._all_of(client.require_updated(tag, timeout=left()) for client in self.clients))
+            self._checksums = {client.url: sums for client, sums in zip(self.clients, found, strict=True)}
             self._loop.run(post("/resume"))
         finally:
             for _ in updates:  # iterating is collective
                 pass
 
-    async def _by_all(self, do: Callable[[VLLMClient], Awaitable[None]]) -> None:
+    async def _all_of(self, works: Iterable[Awaitable[T]]) -> list[T]:
         """Wait for all servers, also after an error, so that no transfer continues in the background."""
-        results = await asyncio.gather(*map(do, self.clients), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        for error in errors:
-            if not isinstance(error, RolloutError):
-                raise error
-        if errors:
+        tasks = [asyncio.ensure_future(work) for work in works]
+        await asyncio.wait(tasks)
+        if errors := [error for task in tasks if (error := task.exception())]:
             raise RolloutError(
                 f"not all servers took the new weights in {self.response_timeout:g} s (--weight-sync-timeout): "
                 f"{'; '.join(map(str, errors))}"
-            )
+            ) from errors[0]
+        return [task.result() for task in tasks]
 
-    @contextmanager
-    def _syncing(self) -> Iterator[None]:
-        """Hold requests within the context. They fail after it unless the caller sets `_has_weights` again."""
-        with self._changed:
-            self._has_weights, self._is_syncing = False, True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_syncing = False
-                self._changed.notify_all()
+    async def _open(self, *, has_weights: bool) -> None:
+        """Continue the requests that a weight sync held."""
+        self._has_weights = has_weights
+        self._is_open.set()
 
     async def _generate_all(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, options: dict[str, Any]
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, options: dict[str, Any]
     ) -> list[Completion]:
+        await self._is_open.wait()
+        if not self._has_weights:
+            raise RolloutError("the servers have no weights: call update_weights first")
+        version = self.policy_version
         tasks: list[asyncio.Task[Completion]] = []
         try:
             async with asyncio.TaskGroup() as group:
@@ -201,53 +190,43 @@ class VLLMServerEngine:
 
     def _choose(self, prompt: Prompt) -> VLLMClient:
         """Return the server with the fewest requests of this rank; on ties, the same for all calls of an episode."""
-        start = first_choice(prompt.id, len(self.clients))
-        rotated = [*self.clients[start:], *self.clients[:start]]
-        return min(rotated, key=lambda client: self._num_in_flight[client.url])
+        episode = prompt.id.rpartition("@")[0] or prompt.id  # ROW@EPOCH#SAMPLE@CALL
+        return min(self.clients, key=lambda x: (self._num_in_flight[x.url], zlib.crc32(f"{x.url} {episode}".encode())))
 
     async def _complete(
         self, client: VLLMClient, prompt: Prompt, body: dict[str, Any], version: int, with_routes: bool
     ) -> Completion:
         """Raises RolloutError if the answer has tokens of weights before `version`, or of another run."""
         async with self._slots:
-            generation = await self._ask(client, body)
-        for tag in sorted(set(generation.versions)):
+            answer = await self._ask(client, body)
+        try:
+            choice = answer[0]
+            token_ids, spans = choice["token_ids"], choice["weight_versions"]
+            logprobs = [float(found["logprob"]) for found in choice["logprobs"]["content"]]
+            tags = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+            if not 0 < len(token_ids) == len(logprobs) == len(tags):
+                raise ValueError(f"a logprob and a version of each of {len(token_ids)} tokens")
+        except (LookupError, TypeError, ValueError) as error:
+            raise RolloutError(f"{client.url} answered POST {_GENERATE} without {error!r}: {shown(answer)}") from None
+        for tag in sorted(set(tags)):
             run_id, _, number = tag.rpartition("/")
             if run_id != self._run_id or int(number) < version:
                 raise RolloutError(
                     f"{client.url} answered with weights {tag}, not {self._tag_of(version)}: it was restarted, or "
                     "another run uses it"
                 )
-        versions = [int(tag.rpartition("/")[2]) for tag in generation.versions]
-        return Completion(
-            prompt.id,
-            generation.token_ids,
-            generation.logprobs,
-            generation.finish_reason,
-            versions[0],
-            routes=routes_of(generation.routed_experts) if with_routes else None,
-            versions=versions if versions[0] != versions[-1] else None,
-        )
+        experts = choice.get("routed_experts") if with_routes else None
+        versions = [int(tag.rpartition("/")[2]) for tag in tags]
+        return completion_of(prompt, token_ids, logprobs, choice["finish_reason"], versions, experts, source=client.url)
 
-    async def _ask(self, client: VLLMClient, body: dict[str, Any]) -> Generation:
+    async def _ask(self, client: VLLMClient, body: dict[str, Any]) -> Any:
         """Send a request. While the server does not answer, check its health. Raises RolloutError if it fails."""
-        answer = asyncio.ensure_future(client.generate(body, timeout=self.request_timeout))
+        hint = "; raise --rollout-timeout, or generate fewer tokens per call"
+        request = client.post(_GENERATE, body, "choices", timeout=self.request_timeout, hint=hint)
+        answer = asyncio.ensure_future(request)
         try:
             while not (await asyncio.wait([answer], timeout=self.response_timeout))[0]:
                 await client.version(timeout=self.response_timeout)
             return await answer
         finally:
             answer.cancel()
-
-
-def _max_connections(num_servers: int) -> int:
-    """Raise the soft limit of open files to the hard limit. Return how many connections this rank may open."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    wanted = _MAX_IN_FLIGHT * num_servers
-    return wanted if hard == resource.RLIM_INFINITY else max(1, min(wanted, hard // 2))
-
-
-def first_choice(prompt_id: str, num_servers: int) -> int:
-    """Return the index of a server, equal for all calls of an episode, ROW@EPOCH#SAMPLE@CALL."""
-    return zlib.crc32((prompt_id.rpartition("@")[0] or prompt_id).encode()) % num_servers

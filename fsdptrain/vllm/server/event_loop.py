@@ -16,8 +16,12 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
+        self._thread = threading.Thread(target=self._run_forever, name="servers", daemon=True)
         self._thread.start()
+
+    def _run_forever(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
 
     def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Raises RolloutError if the loop is closed."""
@@ -39,20 +43,10 @@ class EventLoop:
 
     def close(self) -> None:
         """Cancel all tasks and wait until they have ended. Calls of `run` raise a RolloutError."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
     return await asyncio.gather(*works)
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,7 @@
 """vLLM servers that a run starts: on this machine, on the loopback interface, and never longer than the run."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import fsdptrain
 from fsdptrain.errors import RolloutError
 from fsdptrain.vllm.options import ENVIRONMENT
 from fsdptrain.vllm.server import supervisor
-from fsdptrain.vllm.server.client import Deadline, VLLMClient, last_words
+from fsdptrain.vllm.server.client import VLLMClient, last_words
 
 HOST = "127.0.0.1"
 _END_S = 30.0  # for the supervisor to kill its server
@@ -51,8 +53,8 @@ class ServerProcess:
         """
         with socket.create_server((HOST, 0)) as probe:
             port = probe.getsockname()[1]
-        self.url = f"http://{HOST}:{port}"
-        self.log = log
+        self.client = VLLMClient(f"http://{HOST}:{port}", api_key, log=log)
+        self._log = log
         self._imports = Path(tempfile.mkdtemp(prefix="fsdptrain-import-"))  # this package, and nothing else of ours
         package = Path(fsdptrain.__file__).resolve().parent
         (self._imports / "fsdptrain").symlink_to(package, target_is_directory=True)
@@ -73,18 +75,15 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C goes to the trainer, which then ends its servers
             )
 
-    async def wait_until_up(self, client: VLLMClient, deadline: Deadline) -> None:
-        """RolloutError with the last errors of the log if the server ends, or is not healthy before the deadline."""
-        while True:
-            if self._process.poll() is not None or deadline.is_over:
-                what = f"was not up in {deadline.seconds:.0f} s" if deadline.is_over else "ended during its start"
-                raise RolloutError(f"{self.url} {what} ({self.log}: {last_words(self.log)})")
-            try:
-                await client.get("/health", timeout=_HEALTH_S)
-            except RolloutError:
-                await asyncio.sleep(_POLL_S)
-            else:
-                return
+    async def wait_until_up(self, seconds: float) -> None:
+        """RolloutError with the last errors of the log if the server ends, or is not healthy in time."""
+        end = time.monotonic() + seconds
+        while (is_alive := self._process.poll() is None) and time.monotonic() < end:
+            with contextlib.suppress(RolloutError):
+                return await self.client.get("/health", timeout=_HEALTH_S)
+            await asyncio.sleep(_POLL_S)
+        what = f"was not up in {seconds:.0f} s" if is_alive else "ended during its start"
+        raise RolloutError(f"{self.client.url} {what} ({self._log}: {last_words(self._log)})")
 
     def close(self) -> None:
         """Kill the server, its engine and its workers, and wait until they are gone."""

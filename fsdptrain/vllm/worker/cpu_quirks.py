@@ -43,16 +43,8 @@ def forget_kernels(model: nn.Module) -> None:
 
     [vLLM 0.32, `UnquantizedFusedMoEMethod._setup_kernel`]
     """
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports] - an extra
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # pyright: ignore[reportMissingImports]
-        CPUUnquantizedExperts,
-    )
-
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-        if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
+        if type(experts).__name__ == "CPUUnquantizedExperts" and not experts._use_zentorch:
             method.moe_kernel = None

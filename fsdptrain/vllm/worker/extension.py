@@ -29,20 +29,19 @@ class _Reloads:
     model: Any  # vLLM resets it after the update
     vllm_config: Any
     is_checked = False  # the next update
-    error: str | None = None  # of the last update
-    checksums: dict[str, int]
+    outcome: tuple[str | None, dict[str, int]]  # of the last update: its error, and checksums if it was verified
 
     def start_weight_update(self) -> None:
         self.model = Reload(self.model, self.vllm_config, checked=self.is_checked)
 
     def finish_weight_update(self) -> None:
-        self.error, self.is_checked = None, False
+        self.is_checked = False
         try:
             self.model.finish()
-            self.checksums = self.model.checksums()
+            self.outcome = None, self.model.checksums()
         except Exception as error:
             log.exception("new weights cannot be loaded")
-            self.error = f"{type(error).__name__}: {error}"
+            self.outcome = f"{type(error).__name__}: {error}", {}
 
 
 class FileEngine(_Reloads, WeightTransferEngine):
@@ -80,14 +79,10 @@ class WorkerExtension:
         self.weight_transfer_engine = ENGINES[transfer](config, self.vllm_config, self.device, self.get_model())
         self._weight_update_active = False
 
-    def fsdptrain_error(self) -> str | None:
-        """The error of the last update."""
-        return self.weight_transfer_engine.error
-
     def fsdptrain_expect_checksums(self) -> None:
         """The next update is verified."""
         self.weight_transfer_engine.is_checked = True
 
-    def fsdptrain_checksums(self) -> dict[str, int]:
-        """Checksums of the tensors that vLLM loaded in the last update, if it was verified."""
-        return self.weight_transfer_engine.checksums
+    def fsdptrain_outcome(self) -> tuple[str | None, dict[str, int]]:
+        """Of the last update: its error, and the checksums of the tensors that vLLM loaded if it was verified."""
+        return self.weight_transfer_engine.outcome

@@ -89,14 +89,16 @@ def _completion(server: ScriptedServer, body: Any) -> Any:
 
 FITTING = {  # in float32
     "model_config": {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 1 << 20},
-    "parallel_config": {"worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension"},
+    "parallel_config": {
+        "worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension",
+        "data_parallel_size": 1,
+    },
     "scheduler_config": {"policy": "priority"},
 }
 ANSWERS: dict[str, Callable[[ScriptedServer, Any], Any]] = {
     "/weight_info": lambda server, body: {"weight_version": server.version},
     "/get_world_size": lambda server, body: {"world_size": 1},
     "/server_info": lambda server, body: {"vllm_config": server.info},
-    "/reset_prefix_cache": lambda server, body: {"success": True},
-    "/collective_rpc": lambda server, body: {"results": [None]},
+    "/collective_rpc": lambda server, body: {"results": [[None, {}]]},
     GENERATE: _completion,
 }

@@ -31,7 +31,12 @@ def test_a_server_that_cannot_be_reached_is_refused():
 def test_a_server_with_other_options_is_refused_with_the_flags_that_it_lacks():
     server = ScriptedServer()
     check(server.client.url)
-    server.info = server.info | {"scheduler_config": {"policy": "fcfs"}}
+    fitting = server.info
+    parallel = fitting["parallel_config"] | {"data_parallel_size": 2}  # vLLM reports the workers of one of them
+    server.info = fitting | {"parallel_config": parallel}
+    with pytest.raises(ConfigError, match=r"must be started with --data-parallel-size 1 \(it has 2\)"):
+        check(server.client.url)
+    server.info = fitting | {"scheduler_config": {"policy": "fcfs"}}
     with pytest.raises(ConfigError, match=r"must be started with --scheduling-policy priority \(it has fcfs\)"):
         check(server.client.url, max_staleness=1, mismatch_correction="tis")
     server.info["model_config"] = server.info["model_config"] | {"skip_tokenizer_init": True}
@@ -68,7 +73,7 @@ def test_options_become_flags_of_vllm_and_some_are_reserved(tmp_path):
     expected = "--max-num-seqs 8 --no-enable-prefix-caching --async-scheduling --override-neuron-config {}"
     assert expected in " ".join(flags)
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
-    for name in ("logprobs_mode", "host", "worker_extension_cls", "hf_token"):
+    for name in ("logprobs_mode", "host", "worker_extension_cls", "hf_token", "data_parallel_size"):
         with pytest.raises(ConfigError, match=f"--rollout-engine-args {name}: .*remove it"):
             server_arguments(config(rollout_num_servers=1, rollout_engine_args={name: "x"}), model, on_gpu=True)
 

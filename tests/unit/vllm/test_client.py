@@ -1,7 +1,6 @@
 """A request ends at its deadline, and every failure is a RolloutError that names server and request."""
 
 import asyncio
-import json
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -30,8 +29,8 @@ def test_a_request_ends_at_its_deadline(server):
     start = time.monotonic()
     with pytest.raises(RolloutError, match="did not answer GET /weight_info in 1 s"):
         run_in_loop(server.client.version(timeout=0.7))
-    with pytest.raises(RolloutError, match="in 1 s; raise --rollout-timeout, or generate fewer tokens per call"):
-        run_in_loop(server.client.generate({"token_ids": [4]}, timeout=0.7))
+    with pytest.raises(RolloutError, match="in 1 s; generate fewer tokens"):
+        run_in_loop(server.client.post(GENERATE, timeout=0.7, hint="; generate fewer tokens"))
     assert time.monotonic() - start < 30
 
 
@@ -40,18 +39,16 @@ def test_a_request_ends_at_its_deadline(server):
     ("fault", "text", "message"),
     [
         ("refuses", "bad request", "status 500: .*bad request"),
-        ("texts", '{"broken": ', "broken JSON"),
-        ("texts", "[" * 9000, "broken JSON"),
+        ("texts", '{"broken": ', "without .*broken"),
         ("texts", "[]", r"without .*\[\]"),
-        ("texts", '{"choices": [{}]}', "without "),
-        ("texts", "a page of a proxy", "without "),
+        ("texts", "a page of a proxy", "without .*page of a proxy"),
         ("breaks_off", "", "ended the connection"),
     ],
 )
 def test_each_failure_is_an_error_that_names_the_server(server, path, fault, text, message):
     setattr(server, fault, {path: text})
     request: Coroutine[Any, Any, Any] = (
-        server.client.generate({"token_ids": [4]}, timeout=60)
+        server.client.post(GENERATE, {"token_ids": [4]}, "choices", timeout=60)
         if path == GENERATE
         else server.client.version(timeout=60)
     )
@@ -67,38 +64,6 @@ def test_the_error_of_a_server_of_the_run_shows_the_end_of_its_log(server, tmp_p
     server.breaks_off.add("/weight_info")
     with pytest.raises(RolloutError, match=r"ended the connection .* \(.*server0.log: OutOfMemoryError: 2 GiB\)"):
         run_in_loop(VLLMClient(server.client.url, log=log).version(timeout=60))
-
-
-COMPLETION = {
-    "token_ids": [1, 2],
-    "finish_reason": "stop",
-    "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
-    "weight_versions": [{"version": "run/1", "start": 0, "end": 2}],
-}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"token_ids": [1]},
-        {"token_ids": ["1", "2"]},
-        {"token_ids": [1, -2]},
-        {"token_ids": 5},
-        {"token_ids": [], "logprobs": {"content": []}, "weight_versions": []},
-        {"logprobs": {"content": [{"logprob": "low"}, {"logprob": 0}]}},
-        {"weight_versions": [{"version": "run/1", "start": 0, "end": 10**12}]},  # must not fill the memory
-        {"weight_versions": [{"version": "run/1", "start": -2, "end": 0}]},
-        {"weight_versions": {"a": 1}},
-        {"logprobs": [1]},
-        {"finish_reason": "abort"},
-    ],
-)
-def test_a_completion_of_another_form_is_refused(server, changes):
-    server.texts[GENERATE] = json.dumps({"choices": [COMPLETION]})
-    assert run_in_loop(server.client.generate({"token_ids": [4]}, timeout=60)).logprobs == [-1.0, -2.0]
-    server.texts[GENERATE] = json.dumps({"choices": [COMPLETION | changes]})
-    with pytest.raises(RolloutError, match=r"without |ended a completion with 'abort'"):
-        run_in_loop(server.client.generate({"token_ids": [4]}, timeout=60))
 
 
 def test_a_closed_loop_ends_its_callers_with_an_error():

@@ -1,11 +1,13 @@
 """Servers switch their weights together, every request gets its own answer, and a server that fails ends the run."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.event_loop import EventLoop
-from fsdptrain.vllm.server.transfer import FileTransfer
+from fsdptrain.vllm.server.transfer import over_file
 from fsdptrain.vllm.weight_file import WeightFile
 from tests.testing import wait_until
 from tests.unit.vllm.scripted_server import ANSWERS, GENERATE, ScriptedServer
@@ -61,7 +63,7 @@ class Case:
     def generate_later(self) -> "Future[list[Completion]]":
         """Returns when the request waits for the end of a sync."""
         request = self.threads.submit(self.generate)
-        while not (request.done() or self.engine._changed._waiters):  # type: ignore[attr-defined]
+        while not (request.done() or self.engine._is_open._waiters):  # type: ignore[attr-defined]
             time.sleep(0.01)
         return request
 
@@ -86,7 +88,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Case]]:
                 [server.client for server in servers],
                 "run",
                 loop=EventLoop(),
-                transfer=FileTransfer(WeightFile(tmp_path / "weights")),
+                transfer=partial(over_file, WeightFile(tmp_path / "weights")),
                 stop_token_ids=[],
                 cleanup=ExitStack(),
             )
@@ -110,8 +112,7 @@ def test_each_server_is_paused_updated_and_checked_before_any_resumes(make: Call
     update = case.threads.submit(case.sync, 1)
     wait_until(lambda: "/weight_info" in fast.calls)
     time.sleep(0.1)
-    order = "/pause /start_weight_update /update_weights /finish_weight_update /collective_rpc /reset_prefix_cache"
-    order += " /weight_info"
+    order = "/pause /start_weight_update /update_weights /finish_weight_update /collective_rpc /weight_info"
     assert fast.calls == order.split()
     slow.holds["/weight_info"].set()
     update.result(timeout=60)
@@ -120,11 +121,10 @@ def test_each_server_is_paused_updated_and_checked_before_any_resumes(make: Call
 
 NO_SWITCH: dict[str, Callable[[ScriptedServer], object]] = {
     "refuses": lambda bad: bad.refuses.update({LOAD: "no such weight"}),
-    "cannot load": lambda bad: bad.texts.update({"/collective_rpc": '{"results": [null, "no such weight"]}'}),
+    "cannot load": lambda bad: bad.texts.update({"/collective_rpc": '{"results": [[null, {}], ["no weight", {}]]}'}),
     "broken JSON": lambda bad: bad.texts.update({"/weight_info": '{"broken": '}),
     "dead": lambda bad: setattr(bad, "dies_after", 0),
     "hangs": lambda bad: bad.delays.update({LOAD: 60.0}),
-    "keeps its prefix cache": lambda bad: bad.texts.update({"/reset_prefix_cache": '{"success": false}'}),
 }
 
 
@@ -158,12 +158,12 @@ def test_every_request_gets_its_own_answer_and_samples_of_a_prompt_go_to_one_ser
     assert not any(case.engine._num_in_flight.values())
 
 
-def test_calls_of_an_episode_prefer_one_server(make: Callable[..., Case]) -> None:
-    case = make(3)
-    case.sync(0)
-    for turn in range(4):
-        case.engine.generate_in_flight([Prompt(f"episode@{turn}", [turn], "")], SAMPLING)
-    assert sorted(len(server.generated) for server in case.servers) == [0, 0, 8]
+def test_calls_of_an_episode_prefer_one_server_and_episodes_any(make: Callable[..., Case]) -> None:
+    engine = make(3).engine
+    for row in ("gsm8k:17", "gsm8k:17@3", "someone@example.org"):
+        episodes = [{engine._choose(Prompt(f"{row}#{i}@{call}", [1], "")).url for call in range(4)} for i in range(64)]
+        assert {len(urls) for urls in episodes} == {1}
+        assert set().union(*episodes) == {client.url for client in engine.clients}
 
 
 @pytest.mark.parametrize("fault", ["dies", "refuses", "holds other weights"])
@@ -186,6 +186,35 @@ def test_a_server_that_fails_ends_the_rollout_with_one_line(make: Callable[..., 
     assert bad.client.url in str(caught.value)
     assert "\n" not in str(caught.value)
     assert good.calls.count(GENERATE) + bad.calls.count(GENERATE) <= 4  # nothing is sent again
+
+
+COMPLETION = {
+    "token_ids": [1, 2],
+    "finish_reason": "stop",
+    "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
+    "weight_versions": [{"version": "run/0", "start": 0, "end": 2}],
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [1]},
+        {"token_ids": 5},
+        {"token_ids": [], "logprobs": {"content": []}, "weight_versions": []},
+        {"logprobs": {"content": [{"logprob": "low"}, {"logprob": 0}]}},
+        {"weight_versions": None},
+        {"logprobs": [1]},
+        {"finish_reason": "abort"},
+    ],
+)
+def test_a_completion_of_another_form_is_refused(case: Case, changes: dict[str, Any]) -> None:
+    case.sync(0)
+    case.server.texts[GENERATE] = json.dumps({"choices": [COMPLETION]})
+    assert case.generate()[0].logprobs == [-1.0, -2.0]
+    case.server.texts[GENERATE] = json.dumps({"choices": [COMPLETION | changes]})
+    with pytest.raises(RolloutError, match=r"without |ended the completion of prompt 'a' with 'abort'"):
+        case.generate()
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -268,12 +297,12 @@ def test_closing_ends_requests_in_flight(case: Case) -> None:
 
 def test_nobody_waits_for_a_closed_engine(case: Case) -> None:
     case.sync(0)
-    with case.engine._syncing():  # a sync that does not end
-        request = case.generate_later()
-        assert not request.done()
-        case.engine.close()
-        with pytest.raises(RolloutError, match="the engine is closed"):
-            request.result(timeout=60)
+    case.engine._is_open.clear()  # a sync that does not end
+    request = case.generate_later()
+    assert not request.done()
+    case.engine.close()
+    with pytest.raises(RolloutError, match="the engine is closed"):
+        request.result(timeout=60)
     with pytest.raises(RolloutError, match="the engine is closed"):
         case.generate()
 
@@ -288,5 +317,7 @@ def test_nobody_waits_for_a_closed_engine(case: Case) -> None:
 def test_the_checksums_of_all_workers_are_merged(
     case: Case, monkeypatch: pytest.MonkeyPatch, workers: Any, merged: dict[str, int]
 ) -> None:
-    monkeypatch.setitem(ANSWERS, "/collective_rpc", lambda server, body: {"results": workers})
+    results = [[None, checksums] for checksums in workers]
+    monkeypatch.setitem(ANSWERS, "/collective_rpc", lambda server, body: {"results": results})
+    case.sync(0)
     assert case.engine.checksums() == {case.server.client.url: merged}

@@ -11,7 +11,6 @@ import pytest
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.vllm.server import supervisor
-from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.process import ServerProcess
 from tests.event_loop import run_in_loop
 from tests.testing import wait_until
@@ -40,8 +39,8 @@ def test_a_server_that_cannot_start_is_an_error_with_its_log(
     python.chmod(0o755)
     process = ServerProcess(str(python), [], tmp_path / "server0.log", api_key="key")
     try:
-        with pytest.raises(RolloutError, match=f"{process.url} {message}"):
-            run_in_loop(process.wait_until_up(VLLMClient(process.url), Deadline(seconds)))
+        with pytest.raises(RolloutError, match=f"{process.client.url} {message}"):
+            run_in_loop(process.wait_until_up(seconds))
     finally:
         process.close()
     assert not process._imports.exists()

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.vllm.server.build import server_arguments
-from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.process import ServerProcess
 from tests.event_loop import run_in_loop
 from tests.vllm import contract
@@ -68,8 +67,8 @@ class Servers(dict[str, str]):
         process = ServerProcess(str(PYTHON), arguments, log, api_key=cases.KEY)
         self._processes[name] = process
         wait_until_up(process)
-        self[name] = process.url
-        return process.url
+        self[name] = process.client.url
+        return self[name]
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -87,7 +86,7 @@ def urls(models, tmp_path_factory) -> Iterator[Servers]:
 
 
 def wait_until_up(process: ServerProcess) -> None:
-    run_in_loop(process.wait_until_up(VLLMClient(process.url, cases.KEY), Deadline(400.0)))
+    run_in_loop(process.wait_until_up(400.0))
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ def url(models, tmp_path_factory) -> Iterator[str]:
     process = ServerProcess(str(PYTHON), arguments, tmp_path_factory.mktemp("teacher") / "log", api_key=cases.KEY)
     try:
         wait_until_up(process)
-        yield process.url
+        yield process.client.url
     finally:
         process.close()
 
