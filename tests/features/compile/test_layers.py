@@ -1,6 +1,7 @@
 """Layers are compiled once for packs of any shape. A missing compiler is one line."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from fsdptrain.features.activation_memory.feature import enable_gradient_checkpo
 from fsdptrain.features.compile.feature import check_compiler, compile_layers
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
+from fsdptrain.model.probes.head import check_backward, check_head
+from fsdptrain.model.probes.layout import choose_layout
 from tests import zoo
 from tests.exact import Exact, in_float64
 from tests.seam import logprobs_and_gradients, random_pack
@@ -75,6 +78,24 @@ def test_graphs_of_the_first_pack_serve_all_others(name, changes, recomputed):
             assert (found[key] - true[key]).abs().max() <= OF_ROUNDING * rounding, key
     assert set(counts) == {counts[0]}
     assert 0 < counts[0] <= 12  # before, between and after attention, with and without gradient; not for each layer
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+def test_probes_compile_the_two_variants_that_training_runs():
+    """With and without gradient. Attention that only the probes use is not compiled."""
+    compiler = CompileCounterWithBackend("aot_eager")
+    model = model_of("qwen3", compiler=compiler, recomputed=False)
+    options: dict[str, Any] = {"vocab_size": 264, "device": torch.device("cpu")}
+    probe = choose_layout(model, "auto", compute_dtype=torch.float32, **options)
+    check_head(model, layout=probe.layout, compute_dtype=torch.float32, **options)
+    check_backward(model, layout=probe.layout, **options)
+    of_probes = compiler.frame_count
+    step(model, PACKS[0])
+    assert compiler.frame_count == of_probes, "training compiles nothing that the probes did not"
+    torch._dynamo.reset()
+    step(model_of("qwen3", compiler=compiler, recomputed=False), PACKS[0])
+    assert compiler.frame_count == 2 * of_probes, "the probes compile nothing that training does not run"
 
 
 def test_names_stay_and_attention_is_called_from_the_graph():
