@@ -61,7 +61,7 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
     model = policy_model("qwen3")
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] + 0.3 * args[0].roll(-1, 1),))
-    with pytest.raises(NumericsError, match=r"^Qwen3ForCausalLM is not a causal language model: what comes after"):
+    with pytest.raises(NumericsError, match=r"^Qwen3ForCausalLM is not a causal language model: later tokens change"):
         choose_layout(model, "auto", **OPTIONS)
 
 
