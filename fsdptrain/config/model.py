@@ -40,8 +40,7 @@ class ModelConfig(Section):
     hf_checkpoint: str = ""
     """Model to train: a Hub id or a local folder. Required. To run offline, without network, set HF_HUB_OFFLINE=1."""
     backend: Annotated[Literal["fsdp", "megatron"], Package("megatron.core", "megatron", "megatron")] = "fsdp"
-    """`fsdp`: transformers' model with PyTorch FSDP2. `megatron`: megatron-core's, for a few families:
-    docs/megatron.md."""
+    """`fsdp`: transformers' model with PyTorch FSDP2. `megatron`: it on megatron-core, see docs/megatron.md."""
     trust_remote_code: Annotated[bool, EXPORT_CHOICE, NOT_EXPORTED] = False
     """Run Python code from the checkpoint. Only for authors whom you trust."""
     attn_implementation: Annotated[

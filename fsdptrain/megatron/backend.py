@@ -27,17 +27,18 @@ from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, layout_of, run_packs
 from fsdptrain.megatron.groups import process_groups, start_groups
-from fsdptrain.megatron.hub_names import by_module, hub_state, shapes_of, vision_tensors
+from fsdptrain.megatron.hub_names import by_module, hub_state, in_files, module_source, shapes_of, vision_tensors
 from fsdptrain.megatron.masters import Masters, wrap
 from fsdptrain.megatron.model import build_model, build_options, has_transformer_engine
 from fsdptrain.megatron.parity import check_parity, small_models
 from fsdptrain.megatron.report import kernels_of, report_lines
 from fsdptrain.megatron.storage import identity, load_checkpoint, save_checkpoint
 from fsdptrain.megatron.table import text_path
-from fsdptrain.megatron.transformer_config import text_config, transformer_config
+from fsdptrain.megatron.transformer_config import is_whole, text_config, transformer_config
 from fsdptrain.megatron.weights import WeightMap, open_files
+from fsdptrain.megatron.whole import WholeLayers, note_layout
 from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
-from fsdptrain.model.probes.kernels import Kernel
+from fsdptrain.model.probes.kernels import Kernel, kernels
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
 from fsdptrain.protocols import Loss, ModelRole, Naming
@@ -64,6 +65,7 @@ class MegatronBackend:
             prepare_megatron()
             if config.algorithm.algorithm == "sft" and text.to_dict().get("attention_dropout"):
                 raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
+        probe = note_layout(text) if is_whole(text, split.spec) else None
         options = build_options(config)
         self.compute_dtype: torch.dtype = options["dtype"]
         self._layout: Layout = layout_of(text, split, has_engine=options["has_engine"], dtype=self.compute_dtype)
@@ -79,7 +81,8 @@ class MegatronBackend:
         if has_transformer_engine():
             reason = "Transformer Engine packs in half precision alone"
         reason = "" if self._layout == "packed" else reason
-        self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, reason)
+        attention, reason = (probe.attention, probe.reason) if probe else ("megatron-core", reason)
+        self.layout_probe = LayoutProbe(self._layout, attention, difference, tolerance, reason)
         self._wrapped = wrap(self._model)
         self._masters = masters = Masters(self._wrapped)
         self._reference = self._load()
@@ -108,6 +111,9 @@ class MegatronBackend:
         return [*report_lines(self._model, layout=self._layout), self._masters.line, *reference, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
+        if isinstance(self._model, WholeLayers):
+            options: Any = {"device_type": platform.device_type(), "compute_dtype": self.compute_dtype}
+            return kernels(self._stock, probe=self.layout_probe, **options)
         return kernels_of(self._model, self._stock)
 
     def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
@@ -155,7 +161,11 @@ class MegatronBackend:
     def _named(self, naming: Naming, *, dtype: torch.dtype, **options: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, and from the files those of the vision part, which no stage has. Collective."""
         stream = self.weights.stream(dtype=dtype, **options)
-        yield from by_module(stream, self._stock) if naming == "module" or self._fused else stream
+        if isinstance(self._model, WholeLayers):
+            stream = stream if naming == "module" else in_files(stream, self._stock)
+        elif naming == "module" or self._fused:
+            stream = by_module(stream, self._stock)
+        yield from stream
         for name, tensor in vision_tensors(self.checkpoint_path, self._stock, modules=naming == "module"):
             yield name, tensor.to(self.device, dtype)
 
@@ -189,7 +199,8 @@ class MegatronBackend:
                 raise_on_all_ranks(CheckpointError, f"{flag} {path}"),
                 open_files(path, shapes, ignored=self.weights.ignored) as source,
             ):
-                self.weights.load(source, put)
+                whole = isinstance(self._model, WholeLayers)
+                self.weights.load(module_source(self._stock, source) if whole else source, put)
 
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
         model = self._wrapped if train else self._model
@@ -198,7 +209,7 @@ class MegatronBackend:
     def _logprobs(self, hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
         chunk_size, temperature = self._config.model.logprob_chunk_size, self._config.scoring_temperature
         truncation = Truncation.of(self._config.rollout)
-        head = LogprobsHead(self._text.vocab_size, self._layout, chunk_size, temperature, truncation)
+        head = LogprobsHead(self._text, self._layout, chunk_size, temperature, truncation)
         return head(self._model, hidden, batch, with_entropy=with_entropy)
 
     @property

@@ -29,8 +29,8 @@ class MegatronConfig(Section):
     )
     """Processes that share the experts of a layer; each expert is whole on one process."""
     spec: Annotated[str | None, REFUSED, EXPORT_CHOICE, NOT_EXPORTED] = None
-    """`package.module:function` that builds the layers instead of the backend: (transformer_config, hf_config, *,
-    vp_stage=None) -> block spec."""
+    """`transformers`: whole layers of transformers, as in other families than docs/megatron.md lists. Your own layers:
+    `package.module:function`, (transformer_config, hf_config, *, vp_stage=None) -> block spec."""
 
 
 SECTIONS = (MegatronConfig,)

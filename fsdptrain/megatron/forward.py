@@ -19,8 +19,10 @@ from transformers import PreTrainedConfig
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import WRAPPED
-from fsdptrain.megatron.transformer_config import wraps
+from fsdptrain.megatron.transformer_config import is_whole, wraps
+from fsdptrain.megatron.whole import LAYOUT, WholeLayers
 from fsdptrain.model.logprobs import chunked_logprobs
+from fsdptrain.model.policy import head_transform
 from fsdptrain.model.rows import Layout, PackedRows, PaddedRows, core_rows, zeros_with
 from fsdptrain.model.vocab_parallel import vocab_parallel_logprobs
 from fsdptrain.types import UNTRUNCATED, LogProbs, PackedBatch, Truncation
@@ -36,8 +38,10 @@ def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bo
     """Choose the layout of packs.
 
     Packed rows need layers that support boundaries: Transformer Engine attention, whose kernels for packed rows support
-    half precision only, or transformers mixers.
+    half precision only, or transformers mixers. For whole layers of transformers the layout probe has chosen.
     """
+    if is_whole(config, split.spec):
+        return vars(config).get(LAYOUT, "packed")
     if split.spec == WRAPPED or (split.spec is None and wraps(config)):
         return "packed"
     return "packed" if has_engine and dtype != torch.float32 else "padded"
@@ -47,7 +51,7 @@ def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bo
 class LogprobsHead:
     """Computes the logprobs of labels from hidden states, as `policy_logprobs` does."""
 
-    vocab_size: int
+    config: PreTrainedConfig  # of the text
     layout: Layout
     chunk_size: int
     temperature: float = 1.0
@@ -56,11 +60,14 @@ class LogprobsHead:
     def __call__(self, model: "GPTModel", hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
         """Compute logprobs. hidden: [N, S, D], identical on tensor-parallel ranks. Collective over these ranks."""
         rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
-        positions, weight = batch.loss_positions, self._weight(model)
+        positions, weight, transform = batch.loss_positions, self._weight(model), head_transform(self.config)
         found = (vocab_parallel_logprobs if isinstance(weight, DTensor) else chunked_logprobs)(
             core_rows(batch, self.layout, "").gather(rows.flatten(0, 1), positions),
             weight,  # type: ignore[arg-type]
             batch.labels.index_select(0, positions),
+            bias=model.output_layer.bias,  # type: ignore[arg-type]
+            softcap=transform.softcap,
+            logit_scale=transform.logit_scale,
             temperature=self.temperature,
             truncation=self.truncation,
             chunk_size=self.chunk_size,
@@ -78,9 +85,9 @@ class LogprobsHead:
         group = process_groups().tp
         if group.size() == 1:
             return weight
-        left = self.vocab_size - group.rank() * len(weight)
+        left = self.config.vocab_size - group.rank() * len(weight)
         mesh = DeviceMesh.from_group(group, weight.device.type)
-        shape = torch.Size((self.vocab_size, weight.shape[1]))
+        shape = torch.Size((self.config.vocab_size, weight.shape[1]))
         stride = (weight.shape[1], 1)
         rows = weight[: max(0, min(left, len(weight)))]
         return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -106,8 +113,8 @@ def run_packs(
     from megatron.core.utils import get_model_config
 
     def forward(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., T]]:
-        batch = next(packs)
-        hidden = model(**_inputs(batch, get_model_config(model), layout))
+        batch, whole = next(packs), isinstance(getattr(model, "module", model), WholeLayers)
+        hidden = model(batch, layout) if whole else model(**_inputs(batch, get_model_config(model), layout))
 
         def at_end(hidden: Tensor, non_loss_data: bool = False) -> T:
             return finish(hidden, batch)

@@ -72,6 +72,12 @@ def by_module(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> 
         yield from ((name, source(name)) for name in names[layer])
 
 
+def in_files(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of modules as those of files, layer by layer."""
+    for _, some in groupby(weights, lambda named: _layer(named[0])):
+        yield from revert_weight_conversion(model, dict(some)).items()
+
+
 def _layer(name: str) -> str:
     """Return the path of the layer of a tensor; outside of layers its own name."""
     return (re.findall(r"^.*?\.\d+\.", name) or [name])[0]

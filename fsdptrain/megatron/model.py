@@ -1,7 +1,7 @@
 """Build megatron-core's GPTModel, or this rank's pipeline stage of it, without loading weights."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,14 @@ from fsdptrain.features.sections import ActivationMemoryConfig
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron, quiet_megatron
 from fsdptrain.megatron.groups import process_groups
-from fsdptrain.megatron.transformer_config import rotary_options, text_config, transformer_config, wraps
+from fsdptrain.megatron.transformer_config import (
+    WHOLE,
+    is_whole,
+    rotary_options,
+    text_config,
+    transformer_config,
+    wraps,
+)
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.meta import build_meta_model
 from fsdptrain.user_code import import_attribute
@@ -108,6 +115,10 @@ def build_model(
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
 
+    if is_whole(hf_config, spec):
+        from fsdptrain.megatron.whole import WholeLayers
+
+        return cast("GPTModel", WholeLayers(transformer_config, hf_config))
     layers = _spec_function(hf_config, spec)(transformer_config, hf_config)
     if transformer_config.deterministic_mode:
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # required by Transformer Engine's attention
@@ -179,7 +190,7 @@ def _gather_rows(input_: Tensor, **_: Any) -> tuple[Tensor, None]:
 
 def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
     if spec is not None:
-        return registry.resolve(spec, {}, flag="--megatron-spec")
+        return registry.resolve(spec, dict.fromkeys([WHOLE]), flag="--megatron-spec")
     if wraps(hf_config):
         return import_attribute(WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
     return layer_spec

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import LogprobsHead, layout_of, run_packs
-from fsdptrain.megatron.hub_names import hub_state
+from fsdptrain.megatron.hub_names import hub_state, module_state
 from fsdptrain.megatron.model import build_model
-from fsdptrain.megatron.transformer_config import family_of, transformer_config
+from fsdptrain.megatron.transformer_config import family_of, is_whole, transformer_config
 from fsdptrain.megatron.weights import WeightMap
+from fsdptrain.megatron.whole import WholeLayers
+from fsdptrain.megatron.whole import small_config as small_whole
 from fsdptrain.model.loading.meta import model_from_config
-from fsdptrain.model.policy import TOLERANCES, over_ranks, plain_batch
+from fsdptrain.model.policy import MODEL_ERRORS, TOLERANCES, over_ranks, plain_batch
 from fsdptrain.model.probes.random_copy import EXPERT_KEYS, cut_widths
 from fsdptrain.model.sizes import expert_choice, head_size
 from fsdptrain.random_state import preserve_rng_state
@@ -46,8 +48,9 @@ def small_models(
     with preserve_rng_state(), raise_on_all_ranks(ConfigError, "--backend megatron"):
         torch.manual_seed(0)  # the same on every rank
         stock = model_from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+        scale = 0.1 * min(1.0, (_AT_MOST["hidden_size"] / small.hidden_size) ** 0.5)  # whole layers keep their width
         for parameter in stock.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
+            parameter.add_(scale * torch.randn(parameter.shape))
     return stock, _converted(stock, split, options | {"dtype": torch.float32}, device)
 
 
@@ -76,7 +79,8 @@ def _converted(
         model = build_model(built, stock.config, spec=split.spec).to(device)
     weights = WeightMap(model, stock)
     with raise_on_all_ranks(CheckpointError, "--backend megatron"):
-        weights.load(hub_state(stock).__getitem__)
+        state = module_state(stock) if isinstance(model, WholeLayers) else hub_state(stock)
+        weights.load(state.__getitem__)
     return model
 
 
@@ -89,12 +93,16 @@ def _compared(
     segments = [part.tolist() for part in tokens.split(_SEGMENTS)]
     batch = plain_batch(segments, device=next(model.parameters()).device)
     layout = layout_of(config, split, has_engine=options["has_engine"], dtype=dtype)
-    head = LogprobsHead(config.vocab_size, layout, chunk_size=16)
+    head = LogprobsHead(config, layout, chunk_size=16)
 
     def scored(hidden: Tensor, batch: PackedBatch) -> Tensor:
         return head(model, hidden, batch, with_entropy=False).values
 
-    found = run_packs(model, [batch], scored, layout=layout, train=False)
+    try:
+        found = run_packs(model, [batch], scored, layout=layout, train=False)
+    except MODEL_ERRORS as error:
+        what = f"a small random {config.model_type} cannot be computed in these stages"
+        raise NumericsError(f"--backend megatron: {what}: {one_line(error)}: use --backend fsdp") from error
     wanted = torch.cat([_stock_logprobs(stock, segment) for segment in segments])
     own = (found[0].cpu() - wanted).abs().sum().item() / batch.num_tokens if found else 0.0
     difference, tolerance = over_ranks(own), TOLERANCES[dtype]
@@ -111,6 +119,8 @@ def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedC
 
     The split of the run divides all sizes.
     """
+    if is_whole(config, split.spec):
+        return small_whole(config, split.pipeline_parallel)
     small = copy.deepcopy(config)
     cut_widths(small, _AT_MOST)
     said = small.to_dict()

@@ -22,7 +22,8 @@ from fsdptrain.model.sizes import expert_choice, head_size
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-_REMEDY = "use --backend fsdp"
+WHOLE = "transformers"  # --megatron-spec: whole layers of transformers
+_REMEDY = f"use --backend fsdp, or --megatron-spec {WHOLE}"
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -107,12 +108,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Look up the family of a config. Raises ConfigError, which lists the known families, for any other."""
-    found = FAMILIES.get(config.model_type)
-    if found is None:
-        known = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"--backend megatron knows {known}, not {config.model_type}: {_REMEDY}")
-    return found
+    """Look up the family of a config. Another one is a plain decoder, for the layers of a user."""
+    return FAMILIES.get(config.model_type, Family())
+
+
+def is_whole(config: PreTrainedConfig, spec: str | None) -> bool:
+    """Return whether whole layers are of transformers (whole.py): by --megatron-spec, or in a family not listed."""
+    return spec == WHOLE or (spec is None and config.model_type not in FAMILIES)
 
 
 def wraps(config: PreTrainedConfig) -> bool:
@@ -158,18 +160,26 @@ def transformer_config(
     with quiet_megatron():
         from megatron.core.transformer import TransformerConfig
 
-    family = family_of(config)
-    _refuse_unknown(config)
+    whole, family = is_whole(config, megatron.spec), family_of(config)
+    if megatron.spec is None and not whole:
+        _refuse_unknown(config)
+    layers = (
+        {
+            "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # absent: only experts
+            "num_attention_heads": config.num_attention_heads,
+            "num_query_groups": config.num_key_value_heads,
+            "kv_channels": head_size(config),
+            "layernorm_epsilon": config.rms_norm_eps,
+            "add_qkv_bias": family.qkv_bias,
+            "qk_layernorm": family.qk_norm,
+            **family.special(config),
+        }
+        if not whole
+        else {"num_attention_heads": 1}
+    )
     values = _ALWAYS | {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # absent: only experts
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": head_size(config),
-        "layernorm_epsilon": config.rms_norm_eps,
-        "add_qkv_bias": family.qkv_bias,
-        "qk_layernorm": family.qk_norm,
         "tensor_model_parallel_size": megatron.tensor_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_parallel,
         "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
@@ -178,7 +188,7 @@ def transformer_config(
         "sequence_parallel": megatron.tensor_parallel > 1,
         "moe_token_dispatcher_type": "alltoall",
         "variable_seq_lengths": megatron.pipeline_parallel > 1,
-        **family.special(config),
+        **layers,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -197,6 +207,11 @@ def transformer_config(
             "moe_aux_loss_coeff": 0.0,
             "expert_tensor_parallel_size": megatron.tensor_parallel,
         }
+    if whole and max(megatron.tensor_parallel, megatron.expert_parallel) > 1:
+        raise ConfigError(
+            "--megatron-tensor-parallel and --megatron-expert-parallel split layers of megatron-core, and this "
+            f"{config.model_type} has whole layers of transformers: remove them"
+        )
     _refuse_split(config, megatron, values, on_cpu=on_cpu)
     with quiet_megatron():
         return TransformerConfig(**values)
@@ -207,9 +222,9 @@ def rotary_options(config: PreTrainedConfig) -> dict[str, Any]:
 
     Raises ConfigError for a scaling type, or scaling parameters, that megatron-core does not support.
     """
-    if wraps(config):
+    rope = dict(config.to_dict().get("rope_parameters") or {})
+    if wraps(config) or "rope_theta" not in rope:  # several, or none: of the layers of a user
         return {"position_embedding_type": "none"}
-    rope = dict(config.rope_parameters)
     options = {
         "position_embedding_type": "rope",
         "rotary_base": rope["rope_theta"],
@@ -244,9 +259,9 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, values: di
     widths = ["ffn_hidden_size"] * (0 in values.get("moe_layer_freq", [0]))
     widths += [name for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if name in values]
     counts = [
-        ("tensor", tensor, "key-value heads", config.num_key_value_heads),
-        ("tensor", tensor, "attention heads", config.num_attention_heads),
-        *(("tensor", tensor, "columns of each MLP", values[name]) for name in widths),
+        ("tensor", tensor, "key-value heads", values.get("num_query_groups", 1)),
+        ("tensor", tensor, "attention heads", values["num_attention_heads"]),
+        *(("tensor", tensor, "columns of each MLP", values.get(name, 0)) for name in widths),
         *([("expert", experts, "experts", choice.num_experts)] if choice else []),
     ]
     for flag, size, what, count in counts:

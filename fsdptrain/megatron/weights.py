@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,16 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.megatron.conversions import Source
 from fsdptrain.megatron.groups import process_groups
-from fsdptrain.megatron.hub_names import Shapes, hub_state, shapes_of
+from fsdptrain.megatron.hub_names import Shapes, hub_state, module_state, shapes_of
 from fsdptrain.megatron.table import Entry, stored_tensors, table, text_path
 from fsdptrain.megatron.transformer_config import text_config
+from fsdptrain.megatron.whole import WholeLayers
 from fsdptrain.model.loading.files import some_of, weight_files
 from fsdptrain.model.loading.materialize import refuse_leftovers
 
@@ -51,34 +51,18 @@ def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> It
         known = re.compile("|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *ignored]))
         unused = {name for name in found if name not in shapes and not known.search(name)}
         refuse_leftovers(path, shapes.keys() - found.keys(), unused)
-        yield found.__getitem__
-
-
-@dataclass(frozen=True)
-class _OfExpert:
-    """Rows of one expert in a file's tensor of all, [E, F, D]. It is sliced as a tensor of its own."""
-
-    whole: Any
-    expert: int
-    start: int
-    stop: int
-
-    def get_shape(self) -> tuple[int, int]:
-        return self.stop - self.start, self.whole.get_shape()[2]
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.whole[self.expert : self.expert + 1, self.start : self.stop][0][index]
+        yield lambda name: found[name]() if callable(found[name]) else found[name]
 
 
 def _apart(name: str, whole: Any) -> dict[str, Any]:
+    """Return functions that read the rows of each expert from a tensor [E, F, D] of all; others as they are."""
     layer, _, kind = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
     if not parts or not layer.endswith(".experts"):
         return {name: whole}
-    count, height = whole.get_shape()[:2]
-    rows = height // len(parts)
+    count, rows = whole.get_shape()[0], whole.get_shape()[1] // len(parts)
     return {
-        f"{layer}.{expert}.{part}.weight": _OfExpert(whole, expert, i * rows, (i + 1) * rows)
+        f"{layer}.{expert}.{part}.weight": lambda e=expert, i=i: whole[e : e + 1, i * rows : (i + 1) * rows][0]
         for expert in range(count)
         for i, part in enumerate(parts)
     }
@@ -103,12 +87,15 @@ class WeightMap:
         """
         self._groups = groups = process_groups()
         self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.ep.size()
-        self._model, self._shapes = model, shapes or shapes_of(hub_state(stock, vision=False))
+        whole = isinstance(model, WholeLayers)  # whose tensors have the names of modules
+        state = module_state if whole else hub_state
+        self._model, self._shapes = model, shapes or shapes_of(state(stock, vision=False))
         self.ignored = list(stock._keys_to_ignore_on_load_unexpected or ())
         with raise_on_all_ranks(CheckpointError, "--backend megatron"):
-            self.entries = table(model, text_config(stock.config), text_path(stock))
+            config, path = text_config(stock.config), text_path(stock)
+            self.entries = model.entries(stock) if whole else table(model, config, path)
         tensors = [(e, self._tensors[e.name]) for e in self.entries if not e.is_copy]
-        own = [Exported(e, x.dtype, isinstance(x, nn.Parameter)) for e, x in tensors]
+        own = [Exported(e, x.dtype, x.requires_grad) for e, x in tensors]
         self._stages: list[Any] = [None] * groups.pp.size()  # a list[Exported] each
         dist.all_gather_object(self._stages, own, group=groups.pp)
         with raise_on_all_ranks(CheckpointError, "--backend megatron"):
@@ -154,7 +141,7 @@ class WeightMap:
         rank, size = self._groups.tp.rank(), self._groups.tp.size()
         for entry in self.entries:
             target = self._tensors[entry.name]
-            is_parameter = isinstance(target, nn.Parameter)
+            is_parameter = target.requires_grad
             if only_parameters and not is_parameter:
                 continue
             names = self._names(entry, self._groups.ep.rank())

@@ -94,12 +94,13 @@ def _compare(case: Case, folder: Path) -> Found:
     from megatron.core import parallel_state as ps
 
     from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, run_packs
+    from fsdptrain.megatron.hub_names import in_files
     from fsdptrain.megatron.masters import Masters, wrap
 
     built = cases.build(folder, **case.split)
     wrong = _changed(built)
     wrapped = wrap(built.model)
-    masters, head = Masters(wrapped), LogprobsHead(cases.VOCAB_SIZE, case.layout, chunk_size=8)
+    masters, head = Masters(wrapped), LogprobsHead(built.stock.config.get_text_config(), case.layout, chunk_size=8)
     wanted, expected = transformers_says(folder, case.num_packs)
     rank, size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
     own = packs()[: case.num_packs][rank::size]
@@ -113,9 +114,10 @@ def _compare(case: Case, folder: Path) -> Found:
     masters.reduce_gradients()
     values = from_last_stage(values, [batch.advantages for batch in own])
     errors = [float((a - b).abs().max()) for a, b in zip(values, wanted[rank::size], strict=True)]
+    stream = built.weights.stream(of=whole_gradient(masters), only_parameters=True)
     relative = {
         name: float((gradient - expected[name]).norm() / (expected[name].norm() or 1.0))
-        for name, gradient in built.weights.stream(of=whole_gradient(masters), only_parameters=True)
+        for name, gradient in (in_files(stream, built.stock) if hasattr(built.model, "hf") else stream)
     }
     assert relative.keys() == expected.keys()
     worst = max(relative, key=lambda name: _nan_first(relative[name]))
@@ -124,12 +126,14 @@ def _compare(case: Case, folder: Path) -> Found:
 
 
 def _changed(built: cases.Built) -> list[str]:
-    from fsdptrain.megatron.hub_names import by_module, hub_state, module_state
+    from fsdptrain.megatron.hub_names import by_module, hub_state, in_files, module_state
 
-    return [
-        *_differing(built.weights.stream(), hub_state(built.stock, vision=False)),
-        *_differing(by_module(built.weights.stream(), built.stock), module_state(built.stock, vision=False)),
-    ]
+    of_files, of_modules = hub_state(built.stock, vision=False), module_state(built.stock, vision=False)
+    if hasattr(built.model, "hf"):  # whole layers, by the names of modules
+        found = in_files(built.weights.stream(), built.stock)
+        return [*_differing(built.weights.stream(), of_modules), *_differing(found, of_files)]
+    found = by_module(built.weights.stream(), built.stock)
+    return [*_differing(built.weights.stream(), of_files), *_differing(found, of_modules)]
 
 
 def _differing(weights: Iterator[tuple[str, Tensor]], wanted: dict[str, Tensor]) -> list[str]:

@@ -34,6 +34,7 @@ FEW = [
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
 ]
 STAGES, EXPERTS, TENSOR = {"pipeline_parallel": 2}, {"expert_parallel": 2}, {"tensor_parallel": 2}
+SPEC = "fsdptrain.megatron.hf_spec:layer_spec"
 WRAPPED = (*cases.RECURRENT, "deepseek_v3")  # whose mixers megatron-core lacks
 CASES += [
     *(Case(family, {}, 2, num_packs=2) for family in WRAPPED),  # rows
@@ -48,6 +49,18 @@ FEW += [
     Case("qwen3_5", TENSOR, 2, "packed", num_packs=2),
     Case("qwen3_5_moe", EXPERTS, 2, "packed", num_packs=2),
 ]
+# decoders that megatron-core lacks: the packed, and those whose recurrent mixers need rows
+ATTENTION = ("cohere2", "ernie4_5", "exaone4", "glm4", "granite", "mixtral", "olmo3", "phi3", "smollm3")
+ROWS = ("falcon_h1", "lfm2", "nemotron_h")
+CASES += [
+    *(Case(family, STAGES, 2, "packed", tied=family == "granite") for family in ATTENTION),
+    *(Case(family, STAGES, 2) for family in ROWS),
+    Case("gemma3", {"pipeline_parallel": 3}, 3, "packed", tied=True),
+    Case("lfm2", {}, 2),
+    Case("smollm3", {"spec": SPEC, **TENSOR}, 2, "packed"),  # layers of a user, of a family that is not listed
+    Case("mistral", {"spec": "transformers"}, 1, "packed"),
+]
+FEW += [Case("gemma3", {"pipeline_parallel": 3}, 3, "packed", tied=True)]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ OWN = "fsdptrain: "
 TP, PP, EP = "tensor_parallel", "pipeline_parallel", "expert_parallel"
 FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 MODELS: list[tuple[str, dict[str, Any], str]] = [  # family, what its config says besides, what --backend megatron says
-    ("gemma2", {}, " knows deepseek_v3, llama, mistral, "),
     ("mistral", {}, " does not build sliding_window = 16"),
     ("llama", {"attention_bias": True}, " does not build attention_bias = True"),
     ("llama", {"mlp_bias": True}, " does not build mlp_bias = True"),
@@ -31,6 +30,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [  # family, what its config say
 SPLITS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [  # what --megatron-... says, and the way out
     ("llama", {}, {TP: 4}, "tensor-parallel 4 must divide the 2 key-value heads", "lower it"),
     ("llama", {"intermediate_size": 129}, {TP: 2}, "tensor-parallel 2 must divide the 129 columns of each", "lower it"),
+    ("gemma2", {}, {TP: 2}, "tensor-parallel and --megatron-expert-parallel split layers of", "remove them"),
     ("llama", {}, {PP: 3}, "pipeline-parallel 3 must divide the 2 layers", "lower it"),
     ("llama", {"num_hidden_layers": 6}, {PP: 4, "first_stage_layers": 1}, "first-stage-layers 1", "change them"),
     ("llama", {}, {EP: 2}, "expert-parallel: a llama has no experts", "remove it"),
@@ -44,8 +44,9 @@ CASES = [(name, changes, {}, f"--backend megatron{line}", "use --backend fsdp") 
 CASES += [(name, changes, split, f"--megatron-{line}", out) for name, changes, split, line, out in SPLITS]
 
 
-def refusals(folder: Path) -> tuple[list[str], str]:
-    """In a process of their own, because megatron-core is imported: of CASES, and of a reference that is not there."""
+def refusals(folder: Path) -> tuple[list[str], str, str]:
+    """In a process of their own, because megatron-core is imported: of CASES, a reference that is not there, weights
+    outside of layers."""
     from fsdptrain.megatron.transformer_config import transformer_config
 
     said = [
@@ -54,16 +55,18 @@ def refusals(folder: Path) -> tuple[list[str], str]:
         )
         for family, changes, split, *_ in CASES
     ]
-    return said, cases.refusal(partial(backend_of, folder, kl_loss_coef=0.1, ref_load="/nowhere"))
+    reference = cases.refusal(partial(backend_of, folder, kl_loss_coef=0.1, ref_load="/nowhere"))
+    return said, reference, cases.refusal(partial(backend_of, cases.save("gpt2", folder.parent / "gpt2")))
 
 
 def test_models_splits_and_files_that_cannot_be_are_one_line_each(dense: Path) -> None:
-    ((found, reference),) = spawn(1, refusals, dense)
+    ((found, reference, outside),) = spawn(1, refusals, dense)
     for said, (_, _, _, begin, way_out) in zip(found, CASES, strict=True):
         assert said.startswith(f"ConfigError: {begin}")
         assert way_out in said
         assert "\n" not in said
     assert reference.startswith("CheckpointError: --ref-load /nowhere is not a folder")
+    assert "a gpt2: it has weights in wpe, ln_f, and only one norm may be outside of the layers: use" in outside
 
 
 def test_megatron_core_that_is_not_there_or_another_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

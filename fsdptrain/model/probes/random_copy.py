@@ -16,7 +16,7 @@ from fsdptrain.model.layer_kinds import are_of_the_text, one_of_each_kind, per_l
 from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import MODEL_ERRORS
 
-_AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
+AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")  # may be outside the smaller vocabulary
 
@@ -26,7 +26,7 @@ def random_copy(
 ) -> PreTrainedModel:
     """Build a float32 model on the CPU from a reduced copy of `config`, in eval mode."""
     small = copy.deepcopy(config)
-    cut_widths(small.get_text_config(), _AT_MOST)
+    cut_widths(small.get_text_config(), AT_MOST)
     with torch.device("meta"):
         model = model_from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not all_layers:
