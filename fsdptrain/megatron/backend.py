@@ -27,7 +27,7 @@ from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, layout_of, run_packs
 from fsdptrain.megatron.groups import process_groups, start_groups
-from fsdptrain.megatron.hub_names import by_module, hub_state, in_files, module_source, shapes_of, vision_tensors
+from fsdptrain.megatron.hub_names import by_module, hub_state, shapes_of, vision_tensors
 from fsdptrain.megatron.masters import Masters, wrap
 from fsdptrain.megatron.model import build_model, build_options, has_transformer_engine
 from fsdptrain.megatron.parity import check_parity, small_models
@@ -161,11 +161,7 @@ class MegatronBackend:
     def _named(self, naming: Naming, *, dtype: torch.dtype, **options: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, and from the files those of the vision part, which no stage has. Collective."""
         stream = self.weights.stream(dtype=dtype, **options)
-        if isinstance(self._model, WholeLayers):
-            stream = stream if naming == "module" else in_files(stream, self._stock)
-        elif naming == "module" or self._fused:
-            stream = by_module(stream, self._stock)
-        yield from stream
+        yield from by_module(stream, self._stock) if naming == "module" or self._fused else stream
         for name, tensor in vision_tensors(self.checkpoint_path, self._stock, modules=naming == "module"):
             yield name, tensor.to(self.device, dtype)
 
@@ -199,8 +195,7 @@ class MegatronBackend:
                 raise_on_all_ranks(CheckpointError, f"{flag} {path}"),
                 open_files(path, shapes, ignored=self.weights.ignored) as source,
             ):
-                whole = isinstance(self._model, WholeLayers)
-                self.weights.load(module_source(self._stock, source) if whole else source, put)
+                self.weights.load(source, put)
 
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
         model = self._wrapped if train else self._model

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+
+from fsdptrain.model.loading.shard_reader import conversions_of
 
 # Maps the name of a tensor in the files to a sliceable object: a tensor, or a lazy safetensors slice.
 Source = Callable[[str], Any]
@@ -80,7 +84,31 @@ class Vocabulary:
         return [torch.cat(list(parts))[: self.size]]
 
 
-Conversion = Copy | Columns | Interleaved | Vocabulary
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a module of `model`, possibly on meta, that files store otherwise, such as single experts."""
+
+    model: PreTrainedModel
+    name: str
+
+    def read(self, source: Source, names: Sequence[str], *_: int) -> Tensor:
+        """Convert as transformers' reader does."""
+        mapping = conversions_of(self.model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        made: Any = {}
+        for part in names:
+            _, pattern = rename_source_key(part, renamings, converters)
+            made = next(entry for entry in converters if pattern in entry.source_patterns)
+            made.add_tensor(self.name, part, pattern, source(part)[:])
+        joined = made.convert(self.name, model=self.model, config=self.model.config)[self.name]
+        return joined[0] if isinstance(joined, list) else joined
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return list(revert_weight_conversion(self.model, {self.name: parts[0]}).values())
+
+
+Conversion = Copy | Columns | Interleaved | Vocabulary | Stored
 
 
 def _rows(whole: Any, rank: int, size: int) -> Tensor:

@@ -15,11 +15,10 @@ from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import LogprobsHead, layout_of, run_packs
-from fsdptrain.megatron.hub_names import hub_state, module_state
+from fsdptrain.megatron.hub_names import hub_state
 from fsdptrain.megatron.model import build_model
 from fsdptrain.megatron.transformer_config import family_of, is_whole, transformer_config
 from fsdptrain.megatron.weights import WeightMap
-from fsdptrain.megatron.whole import WholeLayers
 from fsdptrain.megatron.whole import small_config as small_whole
 from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import MODEL_ERRORS, TOLERANCES, over_ranks, plain_batch
@@ -79,8 +78,7 @@ def _converted(
         model = build_model(built, stock.config, spec=split.spec).to(device)
     weights = WeightMap(model, stock)
     with raise_on_all_ranks(CheckpointError, "--backend megatron"):
-        state = module_state(stock) if isinstance(model, WholeLayers) else hub_state(stock)
-        weights.load(state.__getitem__)
+        weights.load(hub_state(stock).__getitem__)
     return model
 
 

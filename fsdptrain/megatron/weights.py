@@ -22,7 +22,7 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.megatron.conversions import Source
 from fsdptrain.megatron.groups import process_groups
-from fsdptrain.megatron.hub_names import Shapes, hub_state, module_state, shapes_of
+from fsdptrain.megatron.hub_names import Shapes, hub_state, shapes_of
 from fsdptrain.megatron.table import Entry, stored_tensors, table, text_path
 from fsdptrain.megatron.transformer_config import text_config
 from fsdptrain.megatron.whole import WholeLayers
@@ -71,7 +71,7 @@ def _apart(name: str, whole: Any) -> dict[str, Any]:
 class Exported(NamedTuple):
     """Facts about a tensor that the other stages need."""
 
-    entry: Entry
+    names: list[str]  # in the files
     dtype: torch.dtype
     is_parameter: bool
 
@@ -87,24 +87,22 @@ class WeightMap:
         """
         self._groups = groups = process_groups()
         self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.ep.size()
-        whole = isinstance(model, WholeLayers)  # whose tensors have the names of modules
-        state = module_state if whole else hub_state
-        self._model, self._shapes = model, shapes or shapes_of(state(stock, vision=False))
+        self._model, self._shapes = model, shapes or shapes_of(hub_state(stock, vision=False))
         self.ignored = list(stock._keys_to_ignore_on_load_unexpected or ())
         with raise_on_all_ranks(CheckpointError, "--backend megatron"):
             config, path = text_config(stock.config), text_path(stock)
+            whole = isinstance(model, WholeLayers)
             self.entries = model.entries(stock) if whole else table(model, config, path)
-        tensors = [(e, self._tensors[e.name]) for e in self.entries if not e.is_copy]
-        own = [Exported(e, x.dtype, x.requires_grad) for e, x in tensors]
+        self._own = [entry for entry in self.entries if not entry.is_copy]
+        tensors = [(entry, self._tensors[entry.name]) for entry in self._own]
+        own = [Exported(self._all_names(entry), x.dtype, x.requires_grad) for entry, x in tensors]
         self._stages: list[Any] = [None] * groups.pp.size()  # a list[Exported] each
         dist.all_gather_object(self._stages, own, group=groups.pp)
         with raise_on_all_ranks(CheckpointError, "--backend megatron"):
             self._check()
 
     def _check(self) -> None:
-        every = Counter(
-            name for stage in self._stages for exported in stage for name in self._all_names(exported.entry)
-        )
+        every = Counter(name for stage in self._stages for exported in stage for name in exported.names)
         problems = {
             "have no place in it": [name for name in self._shapes if name not in every],
             "are not in the files": [name for name in every if name not in self._shapes],
@@ -161,7 +159,7 @@ class WeightMap:
     def shapes(self, *, only_parameters: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that `stream` yields, in order."""
         kept = [x for stage in self._stages for x in stage if x.is_parameter or not only_parameters]
-        return {name: self._shapes[name] for exported in kept for name in self._all_names(exported.entry)}
+        return {name: self._shapes[name] for exported in kept for name in exported.names}
 
     @torch.no_grad()
     def stream(
@@ -178,15 +176,15 @@ class WeightMap:
             of: returns other tensors to export, shaped as the parameters, by name. Called on all ranks of the
                 parameter's stage.
         """
-        for stage, entries in enumerate(self._stages):
+        for stage, tensors in enumerate(self._stages):
             own = stage == self._groups.pp.rank()
-            for exported in entries:
+            for index, exported in enumerate(tensors):
                 if only_parameters and not exported.is_parameter:
                     continue
                 wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
                 other = of if exported.is_parameter else None
-                found = self._whole(exported.entry, wanted, other) if own else []
-                for i, name in enumerate(self._all_names(exported.entry)):
+                found = self._whole(self._own[index], wanted, other) if own else []
+                for i, name in enumerate(exported.names):
                     yield name, self._over_stages(name, found[i] if own else None, stage, wanted)
 
     def _whole(self, entry: Entry, dtype: torch.dtype, of: Callable[[str], Tensor] | None) -> list[Tensor]:

@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from fsdptrain import platform
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import ConfigError
-from fsdptrain.megatron.conversions import Copy
+from fsdptrain.megatron.hub_names import stored_as
 from fsdptrain.megatron.table import Entry, stored_tensors, text_path
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, resolve_attention
 from fsdptrain.model.layer_kinds import layer_kinds, per_layer_lists
@@ -150,15 +150,15 @@ class WholeLayers(nn.Module):
         return self.hf(**inputs).last_hidden_state.contiguous()
 
     def entries(self, stock: PreTrainedModel) -> list[Entry]:
-        """Return the table of this stage: names of modules of `stock`, which may have a vision part too."""
+        """Return the table of this stage. `stock` may have a vision part too."""
         path, names = text_path(stock), {module: name for name, module in stock.named_modules()}
-        found = []
+        found, stored = [], stored_as(stock)
         for name in stored_tensors(self):
             owner, _, rest = name.partition(".")
             tied = name == "output_layer.weight" and self.share_embeddings_and_output_weights
             prefix = path if owner == "hf" else names[stock.get_input_embeddings() if tied else lm_head(stock)]
             rest = re.sub(rf"^({self._path}\.)(\d+)", lambda own: f"{own[1]}{int(own[2]) + self._start}", rest)
-            found.append(Entry(name, (f"{prefix}.{rest}",), Copy(), is_copy=tied))
+            found.append(Entry(name, *stored[f"{prefix}.{rest}"], is_copy=tied))
         return found
 
 

@@ -93,7 +93,7 @@ def start(**split: Any) -> MegatronConfig:
 
 def build(folder: Path, **split: Any) -> Built:
     """The model of transformers, and that of megatron-core with its weights."""
-    from fsdptrain.megatron.hub_names import hub_state, module_source, shapes_of
+    from fsdptrain.megatron.hub_names import hub_state, shapes_of
     from fsdptrain.megatron.model import build_model
     from fsdptrain.megatron.transformer_config import text_config, transformer_config
     from fsdptrain.megatron.weights import WeightMap, open_files
@@ -103,7 +103,7 @@ def build(folder: Path, **split: Any) -> Built:
     model = build_model(transformer_config(found, chosen, **OPTIONS), found, spec=chosen.spec)
     weights = WeightMap(model, stock)
     with open_files(folder, shapes_of(hub_state(stock))) as source:
-        weights.load(module_source(stock, source) if hasattr(model, "hf") else source)
+        weights.load(source)
     return Built(stock, model, weights)
 
 

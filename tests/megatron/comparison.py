@@ -94,7 +94,6 @@ def _compare(case: Case, folder: Path) -> Found:
     from megatron.core import parallel_state as ps
 
     from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, run_packs
-    from fsdptrain.megatron.hub_names import in_files
     from fsdptrain.megatron.masters import Masters, wrap
 
     built = cases.build(folder, **case.split)
@@ -114,10 +113,9 @@ def _compare(case: Case, folder: Path) -> Found:
     masters.reduce_gradients()
     values = from_last_stage(values, [batch.advantages for batch in own])
     errors = [float((a - b).abs().max()) for a, b in zip(values, wanted[rank::size], strict=True)]
-    stream = built.weights.stream(of=whole_gradient(masters), only_parameters=True)
     relative = {
         name: float((gradient - expected[name]).norm() / (expected[name].norm() or 1.0))
-        for name, gradient in (in_files(stream, built.stock) if hasattr(built.model, "hf") else stream)
+        for name, gradient in built.weights.stream(of=whole_gradient(masters), only_parameters=True)
     }
     assert relative.keys() == expected.keys()
     worst = max(relative, key=lambda name: _nan_first(relative[name]))
@@ -126,14 +124,12 @@ def _compare(case: Case, folder: Path) -> Found:
 
 
 def _changed(built: cases.Built) -> list[str]:
-    from fsdptrain.megatron.hub_names import by_module, hub_state, in_files, module_state
+    from fsdptrain.megatron.hub_names import by_module, hub_state, module_state
 
-    of_files, of_modules = hub_state(built.stock, vision=False), module_state(built.stock, vision=False)
-    if hasattr(built.model, "hf"):  # whole layers, by the names of modules
-        found = in_files(built.weights.stream(), built.stock)
-        return [*_differing(built.weights.stream(), of_modules), *_differing(found, of_files)]
-    found = by_module(built.weights.stream(), built.stock)
-    return [*_differing(built.weights.stream(), of_files), *_differing(found, of_modules)]
+    return [
+        *_differing(built.weights.stream(), hub_state(built.stock, vision=False)),
+        *_differing(by_module(built.weights.stream(), built.stock), module_state(built.stock, vision=False)),
+    ]
 
 
 def _differing(weights: Iterator[tuple[str, Tensor]], wanted: dict[str, Tensor]) -> list[str]:
