@@ -49,22 +49,26 @@ class Columns:
 class Interleaved:
     """Tensors [F, ...] stacked along the rows in groups, and sharded by groups: gate and up, or query, key and value.
 
-    Each group has `weights[i]` parts of tensor i. num_groups: over all ranks; None: one group on each rank.
+    Each group has `weights[i]` parts of tensor i. num_groups: over all ranks; None: one group on each rank. gated: the
+    heads of the first tensor in a group, each a query and its gate, of which all queries come first; 1: no gates.
     """
 
     weights: tuple[int, ...]
     num_groups: int | None = None
+    gated: int = 1
 
     def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
         parts = [_rows(source(name), rank, size) for name in names]
         groups = (self.num_groups or size) // size
-        return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)
+        first, *others = (p.reshape(groups, -1, *p.shape[1:]) for p in parts)
+        return torch.cat([_transposed(first, self.gated, 2), *others], 1).flatten(0, 1)
 
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
         whole = torch.cat(list(parts))
         groups = whole.view(self.num_groups or len(parts), -1, *whole.shape[1:])
         unit = groups.shape[1] // sum(self.weights)
-        return [p.flatten(0, 1) for p in groups.split([unit * weight for weight in self.weights], 1)]
+        first, *others = groups.split([unit * weight for weight in self.weights], 1)
+        return [p.flatten(0, 1) for p in (_transposed(first, 2, self.gated), *others)]
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,13 @@ class Stored:
 
 
 Conversion = Copy | Columns | Interleaved | Vocabulary | Stored
+
+
+def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Reorder the parts of each group, [G, rows * columns * N, ...], from row by row to column by column."""
+    if min(rows, columns) == 1:
+        return x
+    return x.unflatten(1, (rows, columns, -1)).transpose(1, 2).flatten(1, 3)
 
 
 def _rows(whole: Any, rank: int, size: int) -> Tensor:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import WRAPPED
-from fsdptrain.megatron.transformer_config import is_whole, wraps
+from fsdptrain.megatron.transformer_config import family_of, is_whole
 from fsdptrain.megatron.whole import LAYOUT, WholeLayers
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.policy import head_transform
@@ -38,11 +38,12 @@ def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bo
     """Choose the layout of packs.
 
     Packed rows need layers that support boundaries: Transformer Engine attention, whose kernels for packed rows support
-    half precision only, or transformers mixers. For whole layers of transformers the layout probe has chosen.
+    half precision only, or that of transformers. For whole layers of transformers the layout probe has chosen.
     """
     if is_whole(config, split.spec):
         return vars(config).get(LAYOUT, "packed")
-    if split.spec == WRAPPED or (split.spec is None and wraps(config)):
+    family = family_of(config)
+    if not family.gated and (split.spec == WRAPPED or (split.spec is None and family.wrapped)):
         return "packed"
     return "packed" if has_engine and dtype != torch.float32 else "padded"
 

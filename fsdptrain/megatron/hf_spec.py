@@ -1,11 +1,4 @@
-"""Layers for models that megatron-core does not support: megatron-core blocks with transformers mixers and norms.
-
-    input_layernorm    the transformers norm: megatron-core's plain norm does not support (1 + w)
-    self_attention     the transformers mixer, for any layer type
-    pre_mlp_layernorm  the transformers norm
-    mlp                megatron-core's MLP: dense, or experts over expert-parallel ranks
-
-Transformer Engine fuses norms into the following matrices. These norms are removed here, so that each appears once.
+"""Layers for models that megatron-core does not support: its own, with mixers of transformers as `self_attention`.
 
 With tensor parallelism megatron-core gives each rank a contiguous part of the sequence. The mixer is not sharded, so
 it receives the tokens of all these ranks, and each rank keeps its own part of the output. Its weights get the full
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 _ATTENTION, _RECURRENT = "self_attn", "linear_attn"  # names in a transformers layer and in the files
@@ -53,7 +45,6 @@ class HFModules(NamedTuple):
 
     config: PreTrainedConfig  # a copy, with an attention that uses no dense masks
     mixers: list[tuple[str, type[nn.Module]]]  # of each layer: its name in the files, its class
-    norm_class: type[nn.Module]
     rotary_class: type[nn.Module]
 
 
@@ -70,8 +61,7 @@ def hf_modules(hf_config: PreTrainedConfig) -> HFModules:
         model = model_from_config(config, dtype=torch.float32, attn_implementation=attention)
     names = [_ATTENTION if _ATTENTION in layer._modules else _RECURRENT for layer in decoder_layers(model)]
     mixers = [(name, type(layer.get_submodule(name))) for name, layer in zip(names, decoder_layers(model), strict=True)]
-    base = base_model(model)
-    return HFModules(config, mixers, type(base.get_submodule("norm")), type(base.get_submodule("rotary_emb")))
+    return HFModules(config, mixers, type(base_model(model).get_submodule("rotary_emb")))
 
 
 class HFMixer(nn.Module):
@@ -152,47 +142,22 @@ def _keeps_packs_apart(device: torch.device) -> bool:
     return device.type != "cpu" and all(find_spec(name) is not None for name in _PACKED_KERNELS)
 
 
-class HFNorm:
-    """Creates the transformers norm where megatron-core would create its own."""
-
-    def __new__(
-        cls, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6, *, modules: HFModules
-    ) -> nn.Module:
-        return own.mark_sequence_parallel(modules.norm_class(hidden_size, eps=eps).to(config.params_dtype), config)
-
-
 def layer_spec(
     transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, vp_stage: int | None = None
 ) -> "TransformerBlockSubmodules":
-    """Return the layers of this rank's stage."""
+    """Return the layers of this rank's stage. Attention with a gate is megatron-core's."""
     with quiet_megatron():
         from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     modules = hf_modules(hf_config)
-    norm = ModuleSpec(module=HFNorm, params={"modules": modules})
     mixer = ModuleSpec(module=HFMixer, params={"modules": modules})
     block = own.layer_spec(transformer_config, hf_config, vp_stage=vp_stage)
-    layers = [_wrapped(layer, norm=norm, mixer=mixer) for layer in block.layer_specs or ()]
-    return replace(block, layer_specs=layers, layer_norm=norm)
-
-
-def _wrapped(layer: "ModuleSpec", *, norm: "ModuleSpec", mixer: "ModuleSpec") -> "ModuleSpec":
-    parts: Any = layer.submodules
-    changed = replace(
-        parts, input_layernorm=norm, self_attention=mixer, pre_mlp_layernorm=norm, mlp=_without_norm(parts.mlp)
-    )
-    changed.sharded_state_dict_keys_map = {}  # maps names of fused norms
-    return replace(layer, submodules=changed)
-
-
-def _without_norm(mlp: "ModuleSpec") -> "ModuleSpec":
-    """Replace a Transformer Engine matrix with a fused norm by the one without a norm."""
-    if not own.has_transformer_engine():
-        return mlp
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    fused, plain = TESpecProvider().column_parallel_layer_norm_linear(), TESpecProvider().column_parallel_linear()
-    parts: Any = mlp.submodules
-    if vars(parts).get("linear_fc1") is not fused:
-        return mlp
-    return replace(mlp, submodules=replace(parts, linear_fc1=plain))
+    layers: list[Any] = list(block.layer_specs or ())
+    start = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
+    for index, layer in enumerate(layers):
+        if modules.mixers[start + index][0] == _RECURRENT or not transformer_config.attention_output_gate:
+            # not the norm that Transformer Engine would fuse into the first matrix of megatron-core's attention
+            parts = replace(layer.submodules, input_layernorm=block.layer_norm, self_attention=mixer)
+            layers[index] = replace(layer, submodules=parts)
+    return replace(block, layer_specs=layers)

@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -15,11 +16,11 @@ from fsdptrain.megatron.cpu_shims import prepare_megatron, quiet_megatron
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.transformer_config import (
     WHOLE,
+    family_of,
     is_whole,
     rotary_options,
     text_config,
     transformer_config,
-    wraps,
 )
 from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.meta import build_meta_model
@@ -86,22 +87,22 @@ def layer_spec(
     )
 
 
-class LocalNorm:
-    """Creates torch's RMSNorm where megatron-core would, which rejects it under sequence parallelism: see below."""
+class LocalNorm(nn.RMSNorm):
+    """torch's RMSNorm instead of megatron-core's, which rejects sequence parallelism and norms by 1 + weight.
 
-    def __new__(cls, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6) -> nn.Module:
-        norm = nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
-        return mark_sequence_parallel(norm, config)
-
-
-def mark_sequence_parallel(norm: nn.Module, config: "TransformerConfig") -> nn.Module:
-    """Mark the parameters of `norm` for sequence parallelism.
-
-    Each rank then has the gradient of a part of the tokens; megatron-core sums the gradients of marked parameters.
+    Under sequence parallelism each rank has the gradient of a part of the tokens; megatron-core sums those of marked
+    parameters.
     """
-    for parameter in norm.parameters():
-        vars(parameter)["sequence_parallel"] = config.sequence_parallel
-    return norm
+
+    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self._zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._zero_centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), (x.shape[-1],), 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 def build_model(
@@ -191,6 +192,6 @@ def _gather_rows(input_: Tensor, **_: Any) -> tuple[Tensor, None]:
 def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
     if spec is not None:
         return registry.resolve(spec, dict.fromkeys([WHOLE]), flag="--megatron-spec")
-    if wraps(hf_config):
+    if family_of(hf_config).wrapped or family_of(hf_config).gated:
         return import_attribute(WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
     return layer_spec

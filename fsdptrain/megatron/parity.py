@@ -17,12 +17,12 @@ from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import LogprobsHead, layout_of, run_packs
 from fsdptrain.megatron.hub_names import hub_state
 from fsdptrain.megatron.model import build_model
-from fsdptrain.megatron.transformer_config import family_of, is_whole, transformer_config
+from fsdptrain.megatron.transformer_config import is_whole, transformer_config
 from fsdptrain.megatron.weights import WeightMap
-from fsdptrain.megatron.whole import small_config as small_whole
+from fsdptrain.megatron.whole import cut_layers
 from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import MODEL_ERRORS, TOLERANCES, over_ranks, plain_batch
-from fsdptrain.model.probes.random_copy import EXPERT_KEYS, cut_widths
+from fsdptrain.model.probes.random_copy import AT_MOST, EXPERT_KEYS, cut_widths
 from fsdptrain.model.sizes import expert_choice, head_size
 from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.types import PackedBatch
@@ -117,10 +117,10 @@ def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedC
 
     The split of the run divides all sizes.
     """
-    if is_whole(config, split.spec):
-        return small_whole(config, split.pipeline_parallel)
-    small = copy.deepcopy(config)
-    cut_widths(small, _AT_MOST)
+    small, whole = copy.deepcopy(config), is_whole(config, split.spec)
+    cut_widths(small, AT_MOST if whole else _AT_MOST)
+    if whole:
+        return cut_layers(small, split.pipeline_parallel)
     said = small.to_dict()
     for key in _SPLIT:
         if isinstance(said.get(key), int):
@@ -133,20 +133,7 @@ def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedC
     for key in EXPERT_KEYS:
         if choice is not None and isinstance(said.get(key), int):
             setattr(small, key, min(choice.num_experts, -(-said[key] // ranks) * ranks))
-    _cut_layers(small, split.pipeline_parallel)
-    return small
-
-
-def _cut_layers(small: PreTrainedConfig, num_stages: int) -> None:
-    """Keep the layers up to the first occurrence of every kind."""
-    total, types = small.num_hidden_layers, small.to_dict().get("layer_types")
-    sparse = family_of(small).special(small).get("moe_layer_freq", [0] * total)
-    kinds = list(zip(types or [""] * total, sparse, strict=True))
-    needed = max(kinds.index(kind) for kind in set(kinds)) + 1
-    kept = min(total - total % num_stages, -(-max(2, needed) // num_stages) * num_stages)
-    if types:
-        small.layer_types = types[:kept]
-    small.num_hidden_layers = kept
+    return cut_layers(small, split.pipeline_parallel)
 
 
 def _stock_logprobs(stock: Any, segment: list[int]) -> Tensor:

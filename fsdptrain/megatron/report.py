@@ -38,10 +38,9 @@ def kernels_of(model: "GPTModel", stock: PreTrainedModel) -> list[Kernel]:
         found.append(Kernel("mixers", f"of transformers, whole on each process: {', '.join(mixers)}"))
         found += recurrent_kernels(stock, platform.device_type())
     if not engine and platform.has_accelerator():
-        parts = "MLP and experts" if found else "attention, norms and experts"
-        found.append(Kernel(parts, "plain torch", "Transformer Engine", "it does not import here"))
-    elif not found:
-        found = [Kernel("attention", f"megatron-core, {'Transformer Engine' if engine else 'plain torch'}")]
+        found.append(Kernel("layers", "plain torch", "Transformer Engine", "it does not import here"))
+    elif any(type(module).__name__ == "SelfAttention" for module in model.modules()):
+        found.append(Kernel("attention", f"megatron-core, {'Transformer Engine' if engine else 'plain torch'}"))
     if model.config.num_moe_experts:
         found.append(Kernel("experts", f"megatron-core, {model.config.moe_token_dispatcher_type}"))
     return found

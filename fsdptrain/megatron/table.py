@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.errors import CheckpointError
 from fsdptrain.megatron.conversions import Columns, Conversion, Copy, Interleaved, Vocabulary
 from fsdptrain.megatron.model import padded_vocab
+from fsdptrain.megatron.transformer_config import family_of
 from fsdptrain.model.loading.files import some_of
 from fsdptrain.model.structure import language_model
 
@@ -125,8 +126,10 @@ def _of_layer(rest: str, prefix: str, config: PreTrainedConfig) -> tuple[tuple[s
         return (prefix + _COPIED[rest],), Copy()
     owner, _, last = rest.rpartition(".")
     if owner == "self_attention.linear_qkv" and last in ("weight", "bias"):
-        groups, heads = config.num_key_value_heads, config.num_attention_heads
-        return tuple(f"{prefix}self_attn.{x}_proj.{last}" for x in "qkv"), Interleaved((heads // groups, 1, 1), groups)
+        groups, gated = config.num_key_value_heads, family_of(config).gated
+        heads = config.num_attention_heads // groups
+        conversion = Interleaved((heads * (1 + gated), 1, 1), groups, gated=heads if gated else 1)
+        return tuple(f"{prefix}self_attn.{x}_proj.{last}" for x in "qkv"), conversion
     if rest == "self_attention.linear_proj.weight":
         return (f"{prefix}self_attn.o_proj.weight",), Columns()
     match = re.fullmatch(r"mlp\.(shared_experts\.)?(linear_fc[12])\.weight", rest)

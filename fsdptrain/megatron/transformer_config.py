@@ -92,6 +92,7 @@ class Family:
     qk_norm: bool = False
     qkv_bias: bool = False
     wrapped: bool = False  # uses the attention module of transformers: see hf_spec.py
+    gated: bool = False  # attention with a gate, norms by 1 + weight, and linear attention of transformers
 
 
 FAMILIES: dict[str, Family] = {
@@ -101,9 +102,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(_softmax_experts, qk_norm=True),
     "deepseek_v3": Family(_deepseek, wrapped=True),
-    "qwen3_next": Family(_shared_gate_experts, wrapped=True),
-    "qwen3_5_text": Family(wrapped=True),
-    "qwen3_5_moe_text": Family(_shared_gate_experts, wrapped=True),
+    "qwen3_next": Family(_shared_gate_experts, qk_norm=True, gated=True),
+    "qwen3_5_text": Family(qk_norm=True, gated=True),
+    "qwen3_5_moe_text": Family(_shared_gate_experts, qk_norm=True, gated=True),
 }
 
 
@@ -115,11 +116,6 @@ def family_of(config: PreTrainedConfig) -> Family:
 def is_whole(config: PreTrainedConfig, spec: str | None) -> bool:
     """Return whether whole layers are of transformers (whole.py): by --megatron-spec, or in a family not listed."""
     return spec == WHOLE or (spec is None and config.model_type not in FAMILIES)
-
-
-def wraps(config: PreTrainedConfig) -> bool:
-    """Return whether the mixers are transformers modules (hf_spec.py): megatron-core lacks those of this model."""
-    return family_of(config).wrapped
 
 
 # Independent of the model and of the parallel sizes.
@@ -172,6 +168,8 @@ def transformer_config(
             "layernorm_epsilon": config.rms_norm_eps,
             "add_qkv_bias": family.qkv_bias,
             "qk_layernorm": family.qk_norm,
+            "attention_output_gate": family.gated,
+            "layernorm_zero_centered_gamma": family.gated,
             **family.special(config),
         }
         if not whole
@@ -223,7 +221,7 @@ def rotary_options(config: PreTrainedConfig) -> dict[str, Any]:
     Raises ConfigError for a scaling type, or scaling parameters, that megatron-core does not support.
     """
     rope = dict(config.to_dict().get("rope_parameters") or {})
-    if wraps(config) or "rope_theta" not in rope:  # several, or none: of the layers of a user
+    if family_of(config).wrapped or "rope_theta" not in rope:  # several, or none: of the layers of a user
         return {"position_embedding_type": "none"}
     options = {
         "position_embedding_type": "rope",

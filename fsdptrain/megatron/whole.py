@@ -29,7 +29,6 @@ from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import MODEL_ERRORS
 from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.model.probes.random_copy import AT_MOST, cut_widths
 from fsdptrain.model.rows import Layout, core_rows
 from fsdptrain.model.structure import base_model, decoder_layers, lm_head
 from fsdptrain.types import PackedBatch
@@ -58,11 +57,9 @@ def _refusal(config: PreTrainedConfig, reason: str) -> ConfigError:
     return ConfigError(f"--backend megatron cannot take layers of a {config.model_type}: {reason}: use --backend fsdp")
 
 
-def small_config(config: PreTrainedConfig, num_stages: int) -> PreTrainedConfig:
-    """Return a config with at least one layer of each kind, and as many on each stage."""
-    small = copy.deepcopy(config)
-    cut_widths(small, AT_MOST)
-    model = _on_meta(small, "eager")
+def cut_layers(config: PreTrainedConfig, num_stages: int) -> PreTrainedConfig:
+    """Return a config with the layers up to the first of every kind, and as many on each stage."""
+    model = _on_meta(config, "eager")
     needed = max(2, *(kind.indices[0] + 1 for kind in layer_kinds(model)))
     total = len(decoder_layers(model))
     _keep_layers(model, 0, min(-(-needed // num_stages) * num_stages, total - total % num_stages))

@@ -39,7 +39,9 @@ class Case(NamedTuple):
 
     @property
     def changes(self) -> dict[str, Any]:
-        more = {"norm_topk_prob": True} if self.renormalized else {}
+        more: dict[str, Any] = {"norm_topk_prob": True} if self.renormalized else {}
+        if self.layout == "packed" and self.family in cases.RECURRENT:  # megatron-core's plain attention takes no packs
+            more["layer_types"] = ["linear_attention"] * 4
         return (
             more | ({"sliding_window": None} if self.family == "mistral" else {}) | {"tie_word_embeddings": self.tied}
         )
@@ -47,7 +49,7 @@ class Case(NamedTuple):
     @property
     def model(self) -> str:
         """Folder of the checkpoint, of several cases."""
-        return f"{self.family}-{self.tied}-{self.renormalized}"
+        return f"{self.family}-{self.tied}-{self.renormalized}-{self.layout}"
 
 
 class Found(NamedTuple):

@@ -34,20 +34,22 @@ FEW = [
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
 ]
 STAGES, EXPERTS, TENSOR = {"pipeline_parallel": 2}, {"expert_parallel": 2}, {"tensor_parallel": 2}
+WRAPPED = (*cases.RECURRENT, "deepseek_v3")  # with mixers of transformers
 SPEC = "fsdptrain.megatron.hf_spec:layer_spec"
-WRAPPED = (*cases.RECURRENT, "deepseek_v3")  # whose mixers megatron-core lacks
 CASES += [
-    *(Case(family, {}, 2, num_packs=2) for family in WRAPPED),  # rows
-    *(Case(family, split, 2, "packed", num_packs=2) for family in WRAPPED for split in ({}, STAGES, TENSOR)),
-    *(Case(family, EXPERTS, 2, "packed", num_packs=2) for family in WRAPPED if family != "qwen3_5"),
-    Case("qwen3_next", STAGES | EXPERTS, 4, "packed", num_packs=2),
-    Case("qwen3_next", STAGES | {"first_stage_layers": 3}, 2, "packed", num_packs=2),
-    Case("qwen3_5", {"pipeline_parallel": 3, "last_stage_layers": 2}, 3, "packed", num_packs=2),
+    *(Case(family, split, 2, num_packs=2) for family in cases.RECURRENT for split in ({}, STAGES, TENSOR)),
+    *(Case(family, {}, 2, "packed", num_packs=2) for family in cases.RECURRENT),
+    *(Case(family, EXPERTS, 2, num_packs=2) for family in ("qwen3_next", "qwen3_5_moe")),
+    *(Case("deepseek_v3", split, 2, "packed", num_packs=2) for split in ({}, STAGES, TENSOR, EXPERTS)),
+    Case("qwen3_next", TENSOR, 2, "packed", num_packs=2),
+    Case("qwen3_next", STAGES | EXPERTS, 4, num_packs=2),
+    Case("qwen3_next", STAGES | {"first_stage_layers": 3}, 2, num_packs=2),
+    Case("qwen3_5", {"pipeline_parallel": 3, "last_stage_layers": 2}, 3, num_packs=2),
 ]
 FEW += [
     Case("qwen3_next", {}, 2, num_packs=2),
-    Case("qwen3_5", TENSOR, 2, "packed", num_packs=2),
-    Case("qwen3_5_moe", EXPERTS, 2, "packed", num_packs=2),
+    Case("qwen3_5", TENSOR, 2, num_packs=2),
+    Case("qwen3_5_moe", EXPERTS, 2, num_packs=2),
 ]
 # decoders that megatron-core lacks: the packed, and those whose recurrent mixers need rows
 ATTENTION = ("cohere2", "ernie4_5", "exaone4", "glm4", "granite", "mixtral", "olmo3", "phi3", "smollm3")

@@ -56,7 +56,6 @@ def test_classes_are_those_that_the_models_own_layers_have():
         ("linear_attn", "Qwen3_5GatedDeltaNet"),
         ("self_attn", "Qwen3_5Attention"),
     ] * 2
-    assert found.norm_class.__name__ == "Qwen3_5RMSNorm"
     other = hf_modules(zoo.config("llama"))  # nothing is listed: it is the same for any model of this form
     assert {made.__name__ for _, made in other.mixers} == {"LlamaAttention"}
 
@@ -66,8 +65,8 @@ def test_classes_are_those_that_the_models_own_layers_have():
     [
         ("qwen3", {}, {"engine bf16": "packed", "engine fp32": "padded", "plain": "padded"}),
         ("qwen3", {"spec": WRAPPED}, {"plain": "packed"}),
-        ("qwen3_next", {"spec": "my.layers:mine"}, {"engine bf16": "packed", "plain": "padded"}),
-        ("qwen3_next", {}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),
+        ("qwen3_next", {}, {"engine bf16": "packed", "plain": "padded"}),
+        ("deepseek_v3", {}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),
     ],
 )
 def test_packs_go_only_where_their_boundaries_are_understood(family: str, split: dict, layout: dict[str, Layout]):
