@@ -95,7 +95,7 @@ class Stored:
     model: PreTrainedModel
     name: str
 
-    def read(self, source: Source, names: Sequence[str], *_: int) -> Tensor:
+    def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
         """Convert as transformers' reader does."""
         mapping = conversions_of(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

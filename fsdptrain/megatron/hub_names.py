@@ -55,9 +55,7 @@ def by_module(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> 
 
 def vision_tensors(path: Path, model: PreTrainedModel, *, modules: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the vision part of `model` from the files of a checkpoint, by their modules or files."""
-    parameters = dict[str, Tensor](vision_parameters(model))
-    names = {id(tensor): name for name, tensor in parameters.items()}
-    stored = {name: names[id(tensor)] for name, tensor in revert_weight_conversion(model, parameters).items()}
-    for name, entry in stored_entries(path):
-        if name in stored:
-            yield stored[name] if modules else name, entry[...]
+    stored = stored_as(model)
+    wanted = {part for name in vision_parameters(model) for part in stored[name][0]}
+    found = ((name, entry[...]) for name, entry in stored_entries(path) if name in wanted)
+    yield from by_module(found, model) if modules else found

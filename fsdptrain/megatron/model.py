@@ -65,7 +65,15 @@ def check_sizes(config: Config) -> None:
         attn_implementation="eager",
     )
     options: dict[str, Any] = build_options(config) | {"has_engine": True, "on_cpu": False}
-    transformer_config(text_config(model.config), config.section(MegatronConfig), **options)
+    text, split = text_config(model.config), config.section(MegatronConfig)
+    transformer_config(text, split, **options)
+    if is_whole(text, split.spec):
+        from fsdptrain.megatron.whole import check_structure
+
+        check_structure(text)
+        return
+    _spec_function(text, split.spec)
+    rotary_options(text)
 
 
 def layer_spec(

@@ -22,13 +22,14 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.megatron.hub_names import stored_as
 from fsdptrain.megatron.table import Entry, stored_tensors, text_path
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, resolve_attention
-from fsdptrain.model.layer_kinds import layer_kinds, per_layer_lists
+from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.loading.files import some_of
 from fsdptrain.model.loading.materialize import store_in
 from fsdptrain.model.loading.meta import model_from_config
 from fsdptrain.model.policy import MODEL_ERRORS
 from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.layout import LayoutProbe
+from fsdptrain.model.probes.random_copy import keep_layers
 from fsdptrain.model.rows import Layout, core_rows
 from fsdptrain.model.structure import base_model, decoder_layers, lm_head
 from fsdptrain.types import PackedBatch
@@ -42,8 +43,7 @@ LAYOUT, _ATTENTION = "packs_layout", "packs_attention"  # keys of a text config,
 def note_layout(config: PreTrainedConfig) -> LayoutProbe:
     """Probe the layout of a text config on a small random copy, and note it there. Collective. Raises ConfigError."""
     try:
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ValueError("transformers has no causal language model of it")
+        check_structure(config)
         probe = probe_random_copy(config)
     except MODEL_ERRORS as error:
         raise _refusal(config, one_line(error)) from error
@@ -51,6 +51,28 @@ def note_layout(config: PreTrainedConfig) -> LayoutProbe:
         probe = replace(probe, attention=resolve_attention("auto", platform.device_type()))
     vars(config).update({LAYOUT: probe.layout, _ATTENTION: probe.attention})
     return probe
+
+
+def check_structure(config: PreTrainedConfig) -> None:
+    """Raise ConfigError if a model cannot be cut into stages of whole layers. config: of the text."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _refusal(config, "transformers has no causal language model of it")
+    model = _on_meta(config, "eager")
+    outer_modules(model)
+    layers_path(model)
+
+
+def outer_modules(model: PreTrainedModel) -> tuple[str, list[str]]:
+    """Return the names of the embedding and of the norm, if any. Raises ConfigError if others have weights."""
+    base: Any = base_model(model)
+    names = {module: name for name, module in base.named_modules()}
+    embedding = base.get_input_embeddings()
+    inside = {embedding, *(module for layer in decoder_layers(model) for module in layer.modules())}
+    norms = [name for m, name in names.items() if m not in inside and dict(m.named_parameters(recurse=False))]
+    if len(norms) > 1:
+        reason = f"it has weights in {some_of(norms)}, and only one norm may be outside of the layers"
+        raise _refusal(model.config, reason)
+    return names[embedding], norms
 
 
 def _refusal(config: PreTrainedConfig, reason: str) -> ConfigError:
@@ -62,7 +84,8 @@ def cut_layers(config: PreTrainedConfig, num_stages: int) -> PreTrainedConfig:
     model = _on_meta(config, "eager")
     needed = max(2, *(kind.indices[0] + 1 for kind in layer_kinds(model)))
     total = len(decoder_layers(model))
-    _keep_layers(model, 0, min(-(-needed // num_stages) * num_stages, total - total % num_stages))
+    kept = min(-(-needed // num_stages) * num_stages, total - total % num_stages)
+    keep_layers(model, layers_path(model), range(kept))
     return model.config
 
 
@@ -85,11 +108,15 @@ class WholeLayers(nn.Module):
         self._start = get_transformer_layer_offset(config)
         stock = _on_meta(copy.deepcopy(hf_config), self._attention)
         store_in(stock, config.params_dtype)
-        self._path = _keep_layers(stock, self._start, self._start + get_num_layers_to_build(config))
+        embedding, norms = outer_modules(stock)
+        path = layers_path(stock)
+        keep_layers(stock, path, range(self._start, self._start + get_num_layers_to_build(config)))
         self.hf: Any = base_model(stock)
+        self._path = path.removeprefix(f"{text_path(stock)}.")
         head: Any = lm_head(stock)
         self.share_embeddings_and_output_weights = head.weight is self.hf.get_input_embeddings().weight
-        self._leave_out_other_stages()
+        for name in [*([] if self.pre_process else [embedding]), *([] if self.post_process else norms)]:
+            self.hf.set_submodule(name, nn.Identity())
         self.hf.to_empty(device=platform.local_device())
         for tensor in self.hf.state_dict(keep_vars=True).values():  # loaded later; what no file holds is computed now
             vars(tensor)["_is_hf_initialized"] = True
@@ -102,18 +129,6 @@ class WholeLayers(nn.Module):
         for layer in layers if config.recompute_granularity else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         self.eval()
-
-    def _leave_out_other_stages(self) -> None:
-        """Leave the embedding to the first stage and the norm to the last. Raises ConfigError for other weights."""
-        embedding, layers = self.hf.get_input_embeddings(), self.hf.get_submodule(self._path)
-        names = {module: name for name, module in self.hf.named_modules()}
-        outside = names.keys() - {embedding, *layers.modules()}
-        norms = [module for module in names if module in outside and dict(module.named_parameters(recurse=False))]
-        if len(norms) > 1:
-            where = some_of([names[module] for module in norms])
-            raise _refusal(self.hf.config, f"it has weights in {where}, and only one norm may be outside of the layers")
-        for module in [*([] if self.pre_process else [embedding]), *([] if self.post_process else norms)]:
-            self.hf.set_submodule(names[module], nn.Identity())
 
     def _tie(self) -> None:
         """Tie the head to the embedding. On another stage it is a copy: megatron-core sums gradients of marked ones."""
@@ -164,16 +179,10 @@ def _on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         return model_from_config(config, dtype=torch.float32, attn_implementation=attention)
 
 
-def _keep_layers(model: PreTrainedModel, start: int, stop: int) -> str:
-    """Keep some layers of a meta model, and the entries of its config for them. Returns the path of their list."""
-    layers, base, text = decoder_layers(model), base_model(model), model.config.get_text_config()
-    lists = {name: m for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and list(m) == layers}
-    if not lists:
-        raise _refusal(text, "they are not one list")
-    ((path, own),) = lists.items()
-    values = per_layer_lists(model, own)
-    base.set_submodule(path, nn.ModuleList(layers[start:stop]))
-    text.num_hidden_layers = stop - start
-    for key, value in values.items():
-        setattr(text, key, value[start:stop])
+def layers_path(model: PreTrainedModel) -> str:
+    """Return the path of the list of layers. Raises ConfigError if they are not one list."""
+    lists, layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)], decoder_layers(model)
+    path = next((name for name, module in lists if list(module) == layers), None)
+    if path is None:
+        raise _refusal(model.config.get_text_config(), "they are not one list")
     return path

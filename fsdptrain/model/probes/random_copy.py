@@ -5,7 +5,7 @@ shortened so that the probe exceeds them.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -66,14 +66,18 @@ def keep_one_of_each_kind(model: PreTrainedModel) -> dict[str, list[int]]:
 
     Returns the original indices of the kept layers by the path of their list.
     """
-    text = model.config.get_text_config()
     kept = one_of_each_kind(model)
     for path, indices in kept.items():
-        layers = cast(nn.ModuleList, model.get_submodule(path))
-        if are_of_the_text(model, layers):
-            lists = per_layer_lists(model, layers)
-            text.num_hidden_layers = len(indices)
-            for key, values in lists.items():
-                setattr(text, key, [values[index] for index in indices])
-        model.set_submodule(path, nn.ModuleList([layers[index] for index in indices]))
+        keep_layers(model, path, indices)
     return kept
+
+
+def keep_layers(model: PreTrainedModel, path: str, indices: Sequence[int]) -> None:
+    """Keep some layers of one list of a meta model, and their entries in the per-layer lists of its config."""
+    layers, text = cast(nn.ModuleList, model.get_submodule(path)), model.config.get_text_config()
+    if are_of_the_text(model, layers):
+        lists = per_layer_lists(model, layers)
+        text.num_hidden_layers = len(indices)
+        for key, values in lists.items():
+            setattr(text, key, [values[index] for index in indices])
+    model.set_submodule(path, nn.ModuleList([layers[index] for index in indices]))
