@@ -128,7 +128,7 @@ def test_metrics_of_wrapped_mixers_are_those_of_fsdp(family: str, tmp_path: Path
         rows = command.train(checkpoint, tmp_path / name, *flags, num_ranks=2, timeout=600.0)
         found[name] = command.trained(rows)
         said = (tmp_path / name / "err").read_text()
-        assert any(words in said for words in ("4 HFMixer", "2 HFMixer", "1 WholeLayers")) == (name == "megatron")
+        assert any(words in said for words in (" HFMixer", " WholeLayers")) == (name == "megatron")
     assert len(found["megatron"]) == 2
     assert_same(found["megatron"], found["fsdp"])
     before, after = load_files(checkpoint), load_files(tmp_path / "megatron" / "run" / "hf")
