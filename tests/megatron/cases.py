@@ -68,10 +68,10 @@ def save(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
 def load(folder: Path) -> Any:
     """The model of transformers, which names its tensors as one that was made from its config."""
     found = AutoConfig.from_pretrained(folder)
-    found.get_text_config().use_cache = False  # which needs an attention
     auto = AutoModelForCausalLM if found.get_text_config() is found else AutoModelForImageTextToText
     model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     vars(model).pop("_weight_conversions", None)
+    model.config.get_text_config().use_cache = False  # a cache needs an attention
     return model
 
 
