@@ -22,7 +22,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.megatron.hub_names import stored_as
 from fsdptrain.megatron.table import Entry, stored_tensors, text_path
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, resolve_attention
-from fsdptrain.model.layer_kinds import layer_kinds
+from fsdptrain.model.layer_kinds import one_of_each_kind
 from fsdptrain.model.loading.files import some_of
 from fsdptrain.model.loading.materialize import store_in
 from fsdptrain.model.loading.meta import model_from_config
@@ -82,10 +82,9 @@ def _refusal(config: PreTrainedConfig, reason: str) -> ConfigError:
 def cut_layers(config: PreTrainedConfig, num_stages: int) -> PreTrainedConfig:
     """Return a config with the layers up to the first of every kind, and as many on each stage."""
     model = _on_meta(config, "eager")
-    needed = max(2, *(kind.indices[0] + 1 for kind in layer_kinds(model)))
-    total = len(decoder_layers(model))
-    kept = min(-(-needed // num_stages) * num_stages, total - total % num_stages)
-    keep_layers(model, layers_path(model), range(kept))
+    path, total = layers_path(model), len(decoder_layers(model))
+    needed = max(1, *one_of_each_kind(model)[path]) + 1
+    keep_layers(model, path, range(min(-(-needed // num_stages) * num_stages, total - total % num_stages)))
     return model.config
 
 
