@@ -73,7 +73,7 @@ def test_megatron_core_that_is_not_there_or_another_is_a_line(monkeypatch: pytes
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    way_out = r"pip install 'fsdptrain\[megatron\]', or use --backend fsdp$"
+    way_out = r"in the clone, pip install '\.\[megatron\]', or use --backend fsdp$"
     monkeypatch.setattr(cpu_shims, "version", absent)
     with pytest.raises(ConfigError, match=f"^--backend megatron needs megatron-core and einops .*{way_out}"):
         cpu_shims.require_megatron()
