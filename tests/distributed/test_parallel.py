@@ -7,6 +7,7 @@ import pytest
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.model_parallel import plan as split_plan
+from fsdptrain.features.model_parallel.plan import IS_NEW
 from fsdptrain.fsdp.backend import FSDPBackend
 from tests import families
 from tests.sweep import sweep
@@ -47,6 +48,7 @@ def test_a_plan_that_leaves_a_rank_with_a_part_of_a_gradient_is_found_at_the_sta
             assert re.search(words, found[case]) if words else not found[case], case
 
 
+WITHOUT_PLANS = {} if IS_NEW else {"nemotron_h": "no plan that splits", "granitemoe": "splits 0% of the layers"}
 SWEPT = {
     "expert": {name: "" for name in ("mixtral", "olmoe", "dots1", "hunyuan_v1_moe", "nemotron_h", "lfm2_moe")},
     "tensor": {name: "" for name in ("llama", "gemma4_text", "olmo2", "granitemoe")}
@@ -58,10 +60,10 @@ SWEPT = {
 @pytest.mark.parametrize("mesh", SWEPT)
 def test_other_families_are_exact_or_refused_by_one_line_and_nothing_crashes(tmp_path, mesh):
     for row in sweep([*SWEPT[mesh]], tmp_path, mesh=mesh):
-        words = SWEPT[mesh][row.name]
+        words = WITHOUT_PLANS.get(row.name, SWEPT[mesh][row.name])
         assert not row.crash, row.name
         assert "\n" not in row.refusal
         assert words in row.refusal
         assert bool(row.refusal) is bool(words), row.refusal
         assert row.refusal or (row.exact and row.exported and row.loaded and row.streamed), row.name
-        assert bool(row.beside) is (row.name == "granitemoe")  # its experts are dealt beside
+        assert bool(row.beside) is (row.name == "granitemoe" and not words)  # its experts are dealt beside

@@ -6,72 +6,84 @@ that moves tokens, or parts of hidden states, between ranks.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import cast
 
-from torch import Tensor, nn
+import transformers
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
+from transformers.distributed import tensor_parallel
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.meta import projected_heads
+from fsdptrain.fsdp.expert_shards import is_split
+from fsdptrain.fsdp.mesh import EXPERT
 from fsdptrain.model.sizes import layer_config
 from fsdptrain.model.structure import decoder_layers, lm_head, stock_class
 
+try:
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+except ImportError:  # before 5.21; before 5.19 there is none
+    apply_expert_parallelism = getattr(tensor_parallel, "apply_expert_parallelism", None)
+
+# 5.23: plans of names instead of rules, parts of any size, several dispatches
+IS_NEW = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
+_rule_name = tensor_parallel.replace_layer_number_by_wildcard  # layers.3.mlp: layers.*.mlp
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # split dim `out` of nn.Linear's [out, in]
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # split dim `in`
 _PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, each split
-_BY_VOCABULARY, _BY_WIDTH = "embedding_rowwise", "embedding_colwise"
 _SUMMED = "replicated_with_grad_allreduce"  # replicated, but used only by the heads of each rank
 _NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
 _LEAST_SHARE = 0.5  # of the matrices of the layers; splitting less saves nothing
 
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """How layers and experts are split over ranks before sharding, by module and parameter names."""
-
-    tensor: dict[str, str]  # module -> style of transformers, except those in `experts`
-    experts: dict[str, str]
-    tensor_dims: dict[str, int]  # parameter -> the dim that is split over tensor ranks
+Styles = dict[str, str]  # of transformers, by names of modules and parameters
 
 
-def split_plan_of(model: PreTrainedModel, config: Config) -> SplitPlan:
+def split_plan_of(model: PreTrainedModel, config: Config) -> tuple[Styles, Styles]:
     """Return the split plan of a run. Raises ConfigError if the model does not support its sizes."""
     return split_plan(model, tensor_size=config.ranks_along("tensor"), expert_size=config.ranks_along("experts"))
 
 
-def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) -> SplitPlan:
-    """Return the split plan of a model on meta or sharded. Raises ConfigError if it does not support these sizes."""
+def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) -> tuple[Styles, Styles]:
+    """Return how layers, without split experts, and experts of a model on meta or sharded are split over ranks.
+
+    Raises ConfigError if the model does not support these sizes.
+    """
     if tensor_size == expert_size == 1:
-        return SplitPlan({}, {}, {})
-    try:
-        import transformers.distributed.expert_parallel  # noqa: F401
-    except ImportError as error:
+        return {}, {}
+    if apply_expert_parallelism is None:
         raise ConfigError(
-            "--tensor-parallel-size and --expert-parallel-size need transformers 5.23 or newer: install it, or leave "
+            "--tensor-parallel-size and --expert-parallel-size need transformers 5.19 or newer: install it, or leave "
             "them out"
-        ) from error
+        )
     experts = _expert_plan(model, expert_size) if expert_size > 1 else {}
     tensor = _tensor_plan(model, experts) if tensor_size > 1 else {}
-    dims = {name: dim for name, p in model.named_parameters() if (dim := _dim(name, p, tensor)) is not None}
-    plan = SplitPlan(tensor, experts, dims)
     if tensor_size > 1:
         _check_activations(model, tensor_size)
         _check_heads(model, tensor, tensor_size)
-        _check_tensors(model, plan, tensor_size)
-    return plan
+        _check_tensors(model, tensor, experts, tensor_size)
+    return tensor, experts
+
+
+def _styles(model: PreTrainedModel, rules: Styles) -> Styles:
+    """Return the styles of `rules`, which have `*` for the number of a layer. A parameter has that of its module."""
+    styles = {}
+    for name, module in model.named_modules():
+        style = rules.get(_rule_name(name))
+        for parameter_name, _ in module.named_parameters(name, recurse=False):
+            styles[parameter_name] = rules.get(_rule_name(parameter_name), style)
+        styles[name] = style
+    return {name: style for name, style in styles.items() if style}
 
 
 def is_tied(model: PreTrainedModel) -> bool:
     return lm_head(model).weight is cast(nn.Module, model.get_input_embeddings()).weight
 
 
-def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, str]:
-    plan = cast(Any, model)._expand_parallel_plan(model.tp_plan)
+def _tensor_plan(model: PreTrainedModel, experts: Styles) -> Styles:
+    plan = _styles(model, model.tp_plan)
     plan = {
         name: style for name, style in plan.items() if not any(f"{name}.".startswith(f"{other}.") for other in experts)
     }
@@ -85,7 +97,7 @@ def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, s
     return plan
 
 
-def _forgotten_norms(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[str]:
+def _forgotten_norms(model: PreTrainedModel, plan: Styles) -> Iterator[str]:
     """Yield the norms of split heads that the plan omits.
 
     Some plans omit them (GLM-4.5, Phi) as if they saw all heads. `check_backward` detects other cases at startup.
@@ -98,9 +110,9 @@ def _forgotten_norms(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[s
                 yield name
 
 
-def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
+def _expert_plan(model: PreTrainedModel, size: int) -> Styles:
     name = stock_class(model).__name__
-    plan = cast(Any, model)._expand_parallel_plan(model.ep_plan or {})
+    plan = _styles(model, model.ep_plan or {})
     plan = {key: style for key, style in plan.items() if style in ("grouped_gemm", "ep_dispatch_experts")}
     if "ep_dispatch_experts" not in plan.values():
         raise ConfigError(
@@ -114,14 +126,14 @@ def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
     return plan
 
 
-def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | None:
+def _dim(name: str, parameter: nn.Parameter, tensor: Styles) -> int | None:
     """Return the dim of `parameter` that its style splits, or None if it is replicated."""
     style, last = tensor.get(name), parameter.dim() - 1
     if style in _COLUMNS:
         return max(0, last - 1)
     if style in _ROWS:
         return None if name.endswith(".bias") else last
-    return {_BY_VOCABULARY: 0, _BY_WIDTH: 1}.get(style or "")
+    return {"embedding_rowwise": 0, "embedding_colwise": 1}.get(style or "")
 
 
 def _check_activations(model: PreTrainedModel, size: int) -> None:
@@ -137,7 +149,7 @@ def _check_activations(model: PreTrainedModel, size: int) -> None:
         )
 
 
-def _check_heads(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
+def _check_heads(model: PreTrainedModel, plan: Styles, size: int) -> None:
     """Raise ConfigError if the heads are not divisible. The first forward pass would fail with wrong shapes."""
     text = layer_config(model.config, 0)
     counts = {
@@ -153,24 +165,26 @@ def _check_heads(model: PreTrainedModel, plan: dict[str, str], size: int) -> Non
             )
 
 
-def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
+def _check_tensors(model: PreTrainedModel, tensor: Styles, experts: Styles, size: int) -> None:
     """Raise ConfigError if a matrix is not divisible, or if the plan splits too little."""
-    name = stock_class(model).__name__
-    matrices = _matrices(model)
-    for parameter_name, p in matrices.items():
-        if plan.tensor.get(parameter_name) in _PACKED:
+    name, parameters = stock_class(model).__name__, dict(model.named_parameters())
+    inside = {p for layer in decoder_layers(model) for p in layer.parameters()}
+    matrices = {parameter_name: p for parameter_name, p in parameters.items() if p in inside and p.dim() >= 2}
+    dims = {parameter_name: _dim(parameter_name, p, tensor) for parameter_name, p in parameters.items()}
+    for parameter_name, p in (matrices if IS_NEW else parameters).items():
+        if tensor.get(parameter_name) in _PACKED:
             raise ConfigError(
                 f"--tensor-parallel-size {size} splits gate and up within {parameter_name} of {name}, which no "
                 "checkpoint could hold: shard the experts with --expert-parallel-size, or remove it"
             )
-        dim = plan.tensor_dims.get(parameter_name)
+        dim = dims[parameter_name]
         if dim is not None and p.shape[dim] % size:
             raise ConfigError(
                 f"--tensor-parallel-size {size} does not divide {parameter_name} {list(p.shape)} of {name}: choose "
                 "another size"
             )
-    names = plan.tensor_dims.keys() | plan.experts.keys()
-    share = sum(p.numel() for n, p in matrices.items() if n in names) / sum(p.numel() for p in matrices.values())
+    split = sum(p.numel() for n, p in matrices.items() if dims[n] is not None or n in experts)
+    share = split / sum(p.numel() for p in matrices.values())
     if share < _LEAST_SHARE:
         raise ConfigError(
             f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "
@@ -178,39 +192,25 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
         )
 
 
-def _matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the matrices of the decoder layers by name."""
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
-    return {name: p for name, p in model.named_parameters() if id(p) in inside and p.dim() >= 2}
-
-
 def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMesh | None) -> None:
     """Split `model` over `tensor` (if larger than one rank) and `experts`.
 
     Raises ConfigError if the model does not support the sizes.
     """
-    plan = split_plan(model, tensor_size=tensor.size(), expert_size=1 if experts is None else experts.size())
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
+    plans = split_plan(model, tensor_size=tensor.size(), expert_size=1 if experts is None else experts.size())
+    if not IS_NEW:  # by rules
+        plans = ({_rule_name(name): style for name, style in plan.items()} for plan in plans)
+    layers_plan, experts_plan = plans
     if tensor.size() > 1:
         tied = is_tied(model)
-        apply_tensor_parallelism(model, tensor, plan.tensor)
+        tensor_parallel.apply_tensor_parallelism(model, tensor, layers_plan)
         if tied:
             lm_head(model).weight = cast(nn.Module, model.get_input_embeddings()).weight
     if experts is not None:
-        apply_expert_parallelism(model, experts, tensor, plan.experts, "all_to_all")  # `auto` differs without gradients
-        if tensor.size() > 1:
-            _copy_outputs(model, plan)
-
-
-def _copy_outputs(model: PreTrainedModel, plan: SplitPlan) -> None:
-    """Let split experts return no view: FSDP registers its hook on the output, and an in-place operation loses it."""
-    for name, style in plan.experts.items():
-        if style == "ep_dispatch_experts":
-            module = model.get_submodule(name)
-            module.forward = partial(_copied, module.forward)
-
-
-def _copied(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    return forward(*args, **kwargs).clone()
+        assert apply_expert_parallelism is not None
+        dispatch = ("all_to_all",) if IS_NEW else ()  # `auto` differs without gradients
+        apply_expert_parallelism(model, experts, tensor, experts_plan, *dispatch)
+        for module in model.modules():
+            if tensor.size() > 1 and any(is_split(p, EXPERT) for p in module.parameters(recurse=False)):
+                # FSDP registers its hook on the output: of a view, an in-place operation loses it
+                module.register_forward_hook(lambda module, args, output: output.clone())

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tens
 
 
 def plan(family: str, changes: dict[str, Any], tensor: int, experts: int) -> dict[str, str]:
-    return split_plan(tiny_meta(family, **changes), tensor_size=tensor, expert_size=experts).experts
+    return split_plan(tiny_meta(family, **changes), tensor_size=tensor, expert_size=experts)[1]
 
 
 @pytest.mark.parametrize("case", CASES)
