@@ -1,7 +1,7 @@
 # fsdptrain on CUDA. CI does not build the image.
 #
 #     docker build -t fsdptrain .                    # trainer and vLLM in one environment
-#     docker build -t fsdptrain --target trainer .   # without vLLM: tensor and expert parallelism need a newer transformers
+#     docker build -t fsdptrain --target trainer .   # without vLLM, and a newer transformers
 #     docker build -t fsdptrain --target servers .   # that, and vLLM in /opt/vllm, for --rollout-server-python
 #     docker build -t fsdptrain --target flash .     # the first one, and flash-attn
 #     mkdir -p runs ~/.cache/huggingface

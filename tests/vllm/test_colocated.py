@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from fsdptrain import Trainer
 from fsdptrain.config import Config
+from fsdptrain.config.recipe import load_recipe
+from fsdptrain.config.shipped import find_recipe
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.rollout import engine_factory
 from tests.agreement import difference
 from tests.e2e.command import metrics_of
 from tests.matrix import REAL_MODEL, only
-from tests.testing import save_tiny_checkpoint, spawn, tiny_run
+from tests.testing import save_tiny_checkpoint, spawn, tiny_run, write_rows
 from tests.vllm import contract, models
 from tests.vllm.faults import FaultyTransfer, plant_faults, require_named
 
@@ -40,22 +42,49 @@ def letters(prompt: Any, response: str) -> float:
     return sum(map(ord, response)) % 7
 
 
-def trained(folder: Path) -> list[float]:
-    """Train SmolLM2; return the largest difference of a logprob between engine and trainer in each step."""
-    options = {"rollout_engine": "vllm", "rollout_kv_cache_gib": 0.5, "rollout_max_response_len": 12}
-    options |= {"num_rollout": 5, "n_samples_per_prompt": 8, "lr": 1e-5, "keep_last": 0, "eval_interval": 0}
-    run = tiny_run(REAL_MODEL, folder, **options)
+def train(run: Config) -> None:
+    Trainer(run).fit()
+
+
+def trained(run: Config, ranks: int) -> list[float]:
+    """Train; return the largest difference of a logprob between engine and trainer in each step."""
+    spawn(ranks, train, run, timeout=300)
+    return [row["mismatch/abs_max"] for row in metrics_of(Path(run.run.output_dir))]
+
+
+def problems(folder: Path) -> dict[str, Any]:
+    """Options of data and reward."""
     rows = [{"prompt": f"What is {i} + {7 - i}? Reply with only the number.", "label": "7"} for i in range(8)]
-    Trainer(run, reward=letters, dataset=rows).fit()
-    return [row["mismatch/abs_max"] for row in metrics_of(folder)]
+    data = write_rows(folder / "problems.jsonl", rows)
+    return {"prompt_data": str(data), "label_key": "label", "reward": [f"{__name__}:letters"]}
 
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("real_model")
 def test_engine_and_trainer_agree_in_each_step_of_a_real_model(tmp_path):
-    [found] = spawn(1, trained, tmp_path / "run", timeout=300)
+    options = {"rollout_engine": "vllm", "rollout_kv_cache_gib": 0.5, "rollout_max_response_len": 12}
+    options |= {"num_rollout": 5, "n_samples_per_prompt": 8, "lr": 1e-5, "keep_last": 0, "eval_interval": 0}
+    options |= problems(tmp_path)
+    found = trained(tiny_run(REAL_MODEL, tmp_path / "run", **options), ranks=1)
     assert len(found) == 5
     assert max(found) < 1e-3, found
+
+
+@pytest.mark.parametrize("engine_ranks", only([2], [1, 2]))
+def test_the_recipe_with_split_experts_agrees_with_its_engine_in_each_step(tmp_path, engine_ranks):
+    """On two ranks, each of which holds half of the experts; with a learning rate that moves the logprobs."""
+    model = {"hf_checkpoint": str(models.save("moe", tmp_path / "model")), "expert_parallel_size": 2, "bf16": False}
+    engine = {"rollout_engine_args": {"tensor_parallel_size": engine_ranks}, "rollout_kv_cache_gib": 0.05}
+    sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "global_batch_size": 8, "max_tokens_per_gpu": 128}
+    lengths = {"rollout_max_prompt_len": 64, "rollout_max_response_len": 8, "overlong_buffer": 4}
+    ends = {"num_rollout": 3, "lr": 1e-2, "lr_warmup_iters": 0, "eval_prompt_data": [], "export": False}
+    options = model | engine | sizes | lengths | ends | problems(tmp_path)
+    run = load_recipe(
+        find_recipe("dapo_math_qwen3_30b_a3b"), **options, reward_workers=0, output_dir=str(tmp_path / "run")
+    )
+    found = trained(run, ranks=2)
+    assert len(found) == 3
+    assert max(found) < 1e-4, found
 
 
 def drawn() -> tuple[float, ...]:

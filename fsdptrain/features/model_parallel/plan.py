@@ -34,7 +34,6 @@ _rule_name = tensor_parallel.replace_layer_number_by_wildcard  # layers.3.mlp: l
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # split dim `out` of nn.Linear's [out, in]
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # split dim `in`
 _PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, each split
-_SUMMED = "replicated_with_grad_allreduce"  # replicated, but used only by the heads of each rank
 _NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
 _LEAST_SHARE = 0.5  # of the matrices of the layers; splitting less saves nothing
 
@@ -87,7 +86,7 @@ def _tensor_plan(model: PreTrainedModel, experts: Styles) -> Styles:
     plan = {
         name: style for name, style in plan.items() if not any(f"{name}.".startswith(f"{other}.") for other in experts)
     }
-    plan |= dict.fromkeys(_forgotten_norms(model, plan), _SUMMED)
+    plan |= dict.fromkeys(_forgotten_norms(model, plan), "replicated_with_grad_allreduce")
     if is_tied(model):
         names = {id(module): name for name, module in model.named_modules()}
         head, embedding = names[id(lm_head(model))], names[id(model.get_input_embeddings())]
@@ -179,9 +178,9 @@ def _check_tensors(model: PreTrainedModel, tensor: Styles, experts: Styles, size
             )
         dim = dims[parameter_name]
         if dim is not None and p.shape[dim] % size:
+            fix = "choose another size" if parameter_name in matrices else "install transformers 5.23"
             raise ConfigError(
-                f"--tensor-parallel-size {size} does not divide {parameter_name} {list(p.shape)} of {name}: choose "
-                "another size"
+                f"--tensor-parallel-size {size} does not divide {parameter_name} {list(p.shape)} of {name}: {fix}"
             )
     split = sum(p.numel() for n, p in matrices.items() if dims[n] is not None or n in experts)
     share = split / sum(p.numel() for p in matrices.values())
