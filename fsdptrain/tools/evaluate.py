@@ -11,7 +11,7 @@ from fsdptrain.cli import is_rank_0, train
 from fsdptrain.commands import is_run, newest_checkpoint
 from fsdptrain.config.eval_sets import parse_sets
 from fsdptrain.config.flags import RECIPE, Option, asks_for_help, config_options, parse
-from fsdptrain.config.keys import flatten
+from fsdptrain.config.keys import all_keys, flatten
 from fsdptrain.config.recipe import read_recipe
 from fsdptrain.errors import ConfigError
 from fsdptrain.launch.inputs import check_model_name
@@ -19,6 +19,9 @@ from fsdptrain.rank_variables import read_rank_variables
 from fsdptrain.tools.machine import without
 
 ALL = 10**9  # rows
+TRAINING = {"algorithm", "selection", "optim", "sync", "ref", "run", "distillation"}  # sections
+OF_EVALUATION = {"algorithm", "output_dir", "seed", "resume", "verify_weight_sync", "offload_train"}  # of these
+OF_EVALUATION |= {"n_samples_per_eval_prompt", "eval_temperature", "eval_greedy"}
 CHECKPOINT = Option(
     "--checkpoint",
     str | None,
@@ -62,8 +65,9 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
         raise ConfigError("--checkpoint is missing, e.g. fsdptrain eval Qwen/Qwen3-4B --prompt-data x.jsonl")
     if "hf_checkpoint" in given:
         raise ConfigError("--hf-checkpoint: fsdptrain eval takes the model by --checkpoint; remove it")
-    for key in given.keys() & {"num_rollout", "export", "eval_interval", "log_num_samples"}:
-        raise ConfigError(f"{config_options()[key].flag} has no effect on fsdptrain eval: remove it")
+    for key in given.keys() & all_keys().keys():
+        if key == "log_num_samples" or (all_keys()[key].section in TRAINING and key not in OF_EVALUATION):
+            raise ConfigError(f"{all_keys()[key].flag} has no effect on fsdptrain eval: remove it")
     model, name = _model(given["checkpoint"])
     if "recipe" in given and model[0] == RECIPE.flag:
         raise ConfigError(f"--recipe: the options of {given['checkpoint']} are in {model[1]}; remove it")

@@ -274,6 +274,7 @@ def test_recipes_are_listed_and_shown(fsdptrain):
         (["export", "--chekpoint", "x"], "unknown flag --chekpoint; did you mean '--checkpoint'?"),
         (["--hf-checkpoint", "runs/x"], "--hf-checkpoint runs/x: there is no such local folder, and a name on the Hub"),
         (["eval", "runs/x/hf"], "--checkpoint runs/x/hf: there is no such local folder, and a name"),
+        (["eval", *MODEL[1:], "--lr", "1e-5"], "--lr has no effect on fsdptrain eval: remove it"),
         (["watch", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
         (["report", "runs"], "runs is not a run, it holds 2: pass one or more of runs/a, runs/b"),
         ([*MODEL, "--prompt-data", "x" * 300], f"{'x' * 300}: this name is too long for a file or folder: shorten it"),
