@@ -173,6 +173,7 @@ class Sample:
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
     error: str | None = None  # of its episode; it may show a secret, so it stays on this machine
+    token_weights: list[float] | None = None  # (L,) in a supervised loss, 0.0 where loss_mask is False; None: all 1
     others: tuple[Sample, ...] = ()  # further sequences of the same episode, which share its reward and advantage
 
     @property

@@ -1,6 +1,7 @@
 """Supervised samples: a response after a prompt, a conversation, or text."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -13,7 +14,7 @@ from fsdptrain.config.data import LossOn
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row, as_messages
-from fsdptrain.data.sft_forms import Conversation, Text, Tokens, UnusableRowError, episode_of, has_loss, trained_turns
+from fsdptrain.data.sft_forms import Conversation, Text, Tokens, UnusableRowError, episode_of, turn_weights, weight_of
 from fsdptrain.data.sft_masks import ConversationEncoder
 from fsdptrain.data.text import plain_tokens, tokens_of
 from fsdptrain.errors import ConfigError, DataError
@@ -51,24 +52,31 @@ class SampleBuilder:
     budget: str = ""  # the options that set `max_tokens`
     num_tokens: int | None = None  # of the model's vocabulary; None: unknown
     overlong: str = "drop"  # --overlong-samples: what to do with samples longer than `max_tokens`
+    aggregation: str = "token_mean"  # --loss-aggregation
 
     @classmethod
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int | None) -> "SampleBuilder":
         overlong = config.batch.overlong_samples
         limit = None if overlong == "error" else config.max_tokens_per_pack
         limits = (config.prompt_budget, limit, config.pack_budget, num_tokens)
-        return cls(tokenizer, config.data, config.sft.loss_on, *limits, overlong)
+        return cls(tokenizer, config.data, config.sft.loss_on, *limits, overlong, config.algorithm.loss_aggregation)
 
     def build(self, prompt: Prompt) -> Sample:
         """Return the sample of an untokenized prompt, or of one with images. Raises UnusableRowError."""
         try:
-            token_ids, mask = self._tokens(prompt)
-            mask = mask if has_loss(prompt.metadata, is_row=True) else [False] * len(mask)
-            sample = make_sample(prompt.id, token_ids, mask)
+            token_ids, weights = self._tokens(prompt)
+            of_row = weight_of(prompt.metadata, is_row=True)
+            weights = [of_row * weight for weight in weights]
+            if not math.isfinite(sum(weights)):
+                raise UnusableRowError("weight", f"row {prompt.id} has weights in the loss whose sum is not finite")
+            sample = make_sample(prompt.id, token_ids, weights)
         except DataError as error:
             kind = error.kind if isinstance(error, UnusableRowError) else "template"
             named = str(error) if prompt.id in str(error) else f"row {prompt.id}: {error}"
             raise UnusableRowError(kind, named) from error
+        if sample.token_weights is not None and self.aggregation != "token_mean":
+            line = f"row {prompt.id} has weights other than 0 and 1, which need token_mean"
+            raise ConfigError(f"--loss-aggregation {self.aggregation}: {line}")
         largest = max(sample.token_ids)
         if self.num_tokens is not None and largest >= self.num_tokens and prompt.images is None:
             raise UnusableRowError(
@@ -89,12 +97,12 @@ class SampleBuilder:
             return sample
         has_all_images = len(prompt.token_ids) <= limit
         if self.overlong == "truncate" and has_all_images and True in sample.loss_mask[1:limit]:
-            return replace(make_sample(prompt.id, token_ids[:limit], mask[:limit]), truncated=True)
+            return replace(make_sample(prompt.id, token_ids[:limit], weights[:limit]), truncated=True)
         flag = f"--overlong-samples {self.overlong}"
         raise UnusableRowError(OVERLONG, f"{flag} leaves out row {prompt.id}, which is longer than {self.budget}")
 
-    def _tokens(self, prompt: Prompt) -> tuple[list[int], list[bool]]:
-        """Return token ids (L,) and the mask of the trained ones (L,)."""
+    def _tokens(self, prompt: Prompt) -> tuple[list[int], Sequence[float]]:
+        """Return token ids (L,) and their weights in the loss (L,), without that of the row."""
         label = prompt.label
         if isinstance(label, UnusableRowError):
             raise label
@@ -105,7 +113,7 @@ class SampleBuilder:
         if isinstance(label, Text):
             ids = [*plain_tokens(label.text, self.tokenizer), end_token(self.tokenizer)]
             ids = ids[:-1] if ids[-2:-1] == ids[-1:] else ids  # the text has its end token
-            return ids, [True] * len(ids)
+            return ids, [1.0] * len(ids)
         if not prompt.token_ids:
             row = Row(prompt.id, prompt.source, label)  # type: ignore[arg-type]
             prompt = replace(make_prompt(row, self.tokenizer, data=self.data), label=label)
@@ -130,9 +138,10 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return end
 
 
-def make_sample(group_id: str, token_ids: list[int], mask: list[bool]) -> Sample:
-    """Return a sample without reward and group; the advantage is 1."""
-    return Sample(group_id, token_ids, mask, [0.0] * len(mask), advantage=1.0)
+def make_sample(group_id: str, token_ids: list[int], weights: Sequence[float]) -> Sample:
+    """Return a sample without reward and group; the advantage is 1. Weights of 0 and 1 alone are a mask."""
+    mask, token_weights = [weight > 0 for weight in weights], None if {*weights} <= {0, 1} else list(weights)
+    return Sample(group_id, token_ids, mask, [0.0] * len(mask), advantage=1.0, token_weights=token_weights)
 
 
 def episode_tokens(
@@ -141,8 +150,8 @@ def episode_tokens(
     *,
     renderer: TurnRenderer | None = None,
     loss_on: LossOn = "assistant",
-) -> tuple[list[int], list[bool]]:
-    """Return token ids (L,) and mask (L,) of a response. The loss covers it and the tokenizer's end token.
+) -> tuple[list[int], list[float]]:
+    """Return token ids (L,) and weights (L,) of a response. The loss covers it and the tokenizer's end token.
 
     The response is tokenized separately, after the prompt tokens, exactly as an engine would have to generate it. A
     label that is a list of messages is an episode after the prompt: the loss covers each assistant turn, and
@@ -151,8 +160,8 @@ def episode_tokens(
     """
     end = end_token(tokenizer)
     messages = episode_of(prompt)
-    trained = trained_turns([*as_messages(prompt.source), *messages], loss_on)[-len(messages) :]
-    token_ids, mask = list(prompt.token_ids), [loss_on == "all"] * len(prompt.token_ids)
+    of_turns = turn_weights([*as_messages(prompt.source), *messages], loss_on)[-len(messages) :]
+    token_ids, weights = list(prompt.token_ids), [float(loss_on == "all")] * len(prompt.token_ids)
     for is_model, group in groupby(range(len(messages)), key=lambda index: messages[index]["role"] == "assistant"):
         first, *others = group
         if is_model:
@@ -162,5 +171,5 @@ def episode_tokens(
             assert renderer is not None, "an episode needs a renderer"
             ids = renderer.between(messages[first : first + len(others) + 1], last_token=end)
         token_ids += ids
-        mask += [trained[first]] * len(ids)
-    return token_ids, mask
+        weights += [of_turns[first]] * len(ids)
+    return token_ids, weights

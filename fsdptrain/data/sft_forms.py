@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -98,29 +99,30 @@ def form_reader(
     return data, read
 
 
-def trained_turns(messages: Sequence[Message], loss_on: LossOn) -> list[bool]:
-    """Return whether each message is trained. Raises UnusableRowError for a weight that has no effect."""
-    weights = [has_loss(message) for message in messages]
-    if loss_on == "all" and not all(weights):
-        raise UnusableRowError("weight", "a message has the weight 0, and --sft-loss-on all trains all of them")
-    turns = [index for index, m in enumerate(messages) if m["role"] == "assistant" or loss_on == "all"]
+def turn_weights(messages: Sequence[Message], loss_on: LossOn) -> list[float]:
+    """Return the weight of each message in the loss. Raises UnusableRowError for a weight that has no effect."""
+    roles, weights = [message["role"] for message in messages], [weight_of(message) for message in messages]
+    for role, weight in zip(roles, weights, strict=True):
+        if weight not in ((1.0,) if loss_on == "all" else (0.0, 1.0)) and (loss_on == "all" or role != "assistant"):
+            line = f"a message of {role} has the weight {weight:g}, and --sft-loss-on {loss_on} does not weight it"
+            raise UnusableRowError("weight", line)
+    turns = [index for index, role in enumerate(roles) if role == "assistant" or loss_on == "all"]
     trained = turns[-1:] if loss_on == "last" else turns
-    return [weight and index in trained for index, weight in enumerate(weights)]
+    return [weight * (index in trained) for index, weight in enumerate(weights)]
 
 
-def has_loss(values: Values, *, is_row: bool = False) -> bool:
-    """Return whether a message, or a row, is in the loss: unless one of these keys is 0 or false."""
-    is_trained = True
+def weight_of(values: Values, *, is_row: bool = False) -> float:
+    """Return the weight of a message, or of a row, in the loss: the product of what has these keys; 1 without any."""
+    weight = 1.0
     for name in _ROW_WEIGHTS if is_row else _WEIGHTS:
         value: Any = values.get(name)
         try:
-            weight = 1.0 if value in (None, "") else float(value)
+            weight *= 1.0 if value in (None, "") else float(value)
         except (TypeError, ValueError, OverflowError):
-            weight = -1.0
-        if weight not in (0.0, 1.0):
-            raise UnusableRowError("weight", f"{name} is {value!r:.40}, not 0 or 1: tokens are trained or not")
-        is_trained &= bool(weight)
-    return is_trained
+            weight = math.nan
+        if not 0.0 <= weight < math.inf:
+            raise UnusableRowError("weight", f"{name} is {value!r:.40}, not a weight in the loss, 0 or more")
+    return weight
 
 
 def usable_or_marked(read: Callable[[Values, str], Row]) -> Callable[[Values, str], Row]:

@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fsdptrain.config import DataConfig
 from fsdptrain.config.data import LossOn
 from fsdptrain.data.prompts import check_template, render_with_system, system_prompt_of
-from fsdptrain.data.sft_forms import WITH_TOOLS, Conversation, UnusableRowError, not_shown, trained_turns, warn_once
+from fsdptrain.data.sft_forms import WITH_TOOLS, Conversation, UnusableRowError, not_shown, turn_weights, warn_once
 from fsdptrain.data.text import encoded, render_chat
 from fsdptrain.errors import ConfigError, DataError
 
@@ -35,23 +35,23 @@ class ConversationEncoder:
     data: DataConfig
     loss_on: LossOn
 
-    def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Return token ids (L,) and their mask (L,). Raises UnusableRowError; ConfigError without a template."""
+    def encode(self, conversation: Conversation) -> tuple[list[int], list[float]]:
+        """Return token ids (L,) and their weights (L,). Raises UnusableRowError; ConfigError without a template."""
         if not self.data.apply_chat_template:
             raise ConfigError("--no-apply-chat-template: the data has conversations, which need the chat template")
         check_template(self.tokenizer, self.data)
         if not any(message["role"] == "assistant" for message in conversation.messages):
             raise UnusableRowError("no assistant turn", "no message is of the assistant")
         conversation, text = self._prepared(conversation)
-        trained = trained_turns(conversation.messages, self.loss_on)
-        self._check_is_shown(conversation, text, trained)
+        weights = turn_weights(conversation.messages, self.loss_on)
+        self._check_is_shown(conversation, text, weights)
         ids, offsets = self._tokenize(text)
-        mask = [False] * len(ids)
-        spans = [(0, len(text))] if self.loss_on == "all" else self._spans(conversation, text, trained)
-        for span in spans:
-            first, stop = (self._tokens_before(text, ids, offsets, place) for place in span)
-            mask[first:stop] = [True] * (stop - first)
-        return ids, mask
+        found = [0.0] * len(ids)
+        spans = [((0, len(text)), 1.0)] if self.loss_on == "all" else self._spans(conversation, text, weights)
+        for (start, end), weight in spans:
+            first, stop = (self._tokens_before(text, ids, offsets, place) for place in (start, end))
+            found[first:stop] = [weight] * (stop - first)
+        return ids, found
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, str]:
         """Return the conversation with --system-prompt, in the form that the template renders, and the rendering."""
@@ -62,7 +62,7 @@ class ConversationEncoder:
         )
         return replace(conversation, messages=messages), text
 
-    def _check_is_shown(self, conversation: Conversation, text: str, trained: Sequence[bool]) -> None:
+    def _check_is_shown(self, conversation: Conversation, text: str, weights: Sequence[float]) -> None:
         """Raise UnusableRowError if the template omits tools, tool calls or results, reasoning or trained text."""
         messages = conversation.messages
         for error in not_shown(messages, text, lambda messages: self._render(replace(conversation, messages=messages))):
@@ -74,8 +74,8 @@ class ConversationEncoder:
             without = self._render(replace(conversation, tools=None)) if conversation.tools else None
         if without == text:
             raise UnusableRowError("tools", f"the chat template does not show tools: {WITH_TOOLS}")
-        said = [m["content"] for m, has in zip(messages, trained, strict=True) if has and m["role"] == "assistant"]
-        for content in said if self.loss_on == "assistant" else said[-1:]:
+        trained = [m["content"] for m, w in zip(messages, weights, strict=True) if w and m["role"] == "assistant"]
+        for content in trained if self.loss_on == "assistant" else trained[-1:]:
             if "".join(content.split()) not in "".join(text.split()):
                 raise UnusableRowError(
                     "inexact mask",
@@ -83,16 +83,16 @@ class ConversationEncoder:
                     f"turn into a column `completion`, which is trained as it is, or {_FIX}",
                 )
 
-    def _spans(self, conversation: Conversation, text: str, trained: Sequence[bool]) -> list[Span]:
-        """Return the spans of the trained turns. trained: of all messages."""
+    def _spans(self, conversation: Conversation, text: str, weights: Sequence[float]) -> list[tuple[Span, float]]:
+        """Return the spans of the trained turns, with their weights. weights: of all messages."""
         if _TAGS.search(self._template(conversation)):
             spans = self._tagged_spans(conversation, text)
-            turns = [has for m, has in zip(conversation.messages, trained, strict=True) if m["role"] == "assistant"]
+            turns = [w for m, w in zip(conversation.messages, weights, strict=True) if m["role"] == "assistant"]
             if len(spans) == len(turns):
-                return [span for span, has in zip(spans, turns, strict=True) if has]
-            if spans and all(turns):
-                return spans
-        return [self._turn(conversation, text, index) for index, has in enumerate(trained) if has]
+                return [(span, weight) for span, weight in zip(spans, turns, strict=True) if weight]
+            if spans and len({*turns}) == 1 and turns[0]:
+                return [(span, turns[0]) for span in spans]
+        return [(self._turn(conversation, text, index), weight) for index, weight in enumerate(weights) if weight]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span:
         """Return the span of message `index`, by rendering the messages before it and up to it."""

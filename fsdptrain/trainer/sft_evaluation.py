@@ -43,15 +43,16 @@ class LossEvaluation:
         return cls(backend, replace(rules, num_steps=1, aggregation="token_mean"), samples, data)
 
     def run(self) -> tuple[Metrics, list[Shown]]:
-        """Return eval/loss, or eval/<name>/loss of a named set: a mean over tokens. No rows. Collective."""
+        """Return eval/loss, or eval/<name>/loss of a named set: a weighted mean over tokens. No rows. Collective."""
         metrics = Metrics()
         for name, samples in self.samples.items():
             total = count = 0.0
             for step in make_batches(samples, self.rules, rollout=0, images=images_of(self.data.supervised[name])):
                 logprobs = self.backend.compute_logprobs(step.packs, "policy")
                 for pack, found in zip(step.packs, logprobs, strict=True):
-                    total -= found.values.double()[pack.loss_mask].sum().item()
-                    count += pack.loss_mask.sum().item()
+                    weights = pack.loss_weights.double()[pack.loss_mask]  # equal without weights in the data
+                    total -= (found.values.double()[pack.loss_mask] * weights).sum().item()
+                    count += weights.sum().item()
             total, count = sum_over_ranks([total, count])  # ranks that share packs count each token equally often
             of_set, loss = "" if name == UNNAMED else f"{name}/", total / count
             metrics |= {f"eval/{of_set}loss": loss, f"eval/{of_set}perplexity": math.exp(min(loss, 700.0))}

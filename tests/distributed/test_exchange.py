@@ -21,6 +21,7 @@ def make_samples(rank: int, *, routes: bool = False) -> list[Sample]:
     rng = Random(rank)
     names = [f"task:{rank}ü{index}" for index in range(COUNTS[rank])]
     samples = [random_sample(rng, rng.choice([1, 2, rng.randrange(3, 60)]), name) for name in names]
+    samples = [replace(s, token_weights=rng.choice([None, [rng.random() for _ in s.token_ids]])) for s in samples]
     if not routes:
         return samples
     return [replace(s, routes=torch.tensor(numbers(rng, len(s.token_ids)), dtype=torch.int16)) for s in samples]
@@ -67,3 +68,4 @@ def test_what_all_ranks_gather_of_a_sample_has_no_value_per_token() -> None:
         assert (record.token_ids, record.loss_mask, record.rollout_logprobs) == ([], [], [])
         assert record.routes is None
         assert not record.versions
+        assert not record.token_weights

@@ -24,7 +24,9 @@ CHATS = [
     [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
     for texts in ((f"say {i}", str(i) * (1 + i), "again", str(i)) for i in range(10))
 ]
-MASKED = [{"messages": [chat[0], {**chat[1], "weight": i % 2}, *chat[2:]]} for i, chat in enumerate(CHATS)]
+WEIGHTED = [
+    {"messages": [chat[0], {**chat[1], "weight": 0.25}, *chat[2:]], "weight": 1 + i % 3} for i, chat in enumerate(CHATS)
+]
 NO_ANSWER = {"messages": CHATS[0][:1]}
 CALLS = {"messages": [*CHATS[0][:1], {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}
 
@@ -40,7 +42,7 @@ def flags(checkpoint: Path, folder: Path, rows: list[dict[str, Any]], **values: 
 
 
 def stock_loss(checkpoint: Path, values: list[dict[str, Any]], loss_on: str) -> float:
-    """Return the mean over the trained tokens of the rows, computed by transformers, a row at a time."""
+    """Return sum(w * nll) / sum(w) over the tokens of the rows, computed by transformers, a row at a time."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     data = DataConfig(prompt_data="x")
     builder = SampleBuilder(tiny_tokenizer(), data, loss_on, max_prompt_len=10**6)  # type: ignore[arg-type]
@@ -49,19 +51,19 @@ def stock_loss(checkpoint: Path, values: list[dict[str, Any]], loss_on: str) -> 
     for index in range(len(rows)):
         sample = builder.build(untokenized(rows[index]))
         ids = torch.tensor([sample.token_ids])
-        mask = torch.tensor(sample.loss_mask[1:], dtype=torch.float64)
+        weights = torch.tensor((sample.token_weights or sample.loss_mask)[1:], dtype=torch.float64)
         with torch.no_grad():
             logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        total, count = total - (mask * logprobs).sum().item(), count + mask.sum().item()
+        total, count = total - (weights * logprobs).sum().item(), count + weights.sum().item()
     return total / count
 
 
 @pytest.mark.parametrize(("num_ranks", "loss_on"), only([(2, "last")], [(1, "assistant"), (2, "last")]))
-def test_losses_are_means_over_the_trained_tokens_of_all_ranks(num_ranks, loss_on, checkpoint, tmp_path) -> None:
+def test_losses_are_weighted_means_over_the_tokens_of_all_ranks(num_ranks, loss_on, checkpoint, tmp_path) -> None:
     """Of held-out rows before training and after it, without an engine; and of a step of several packs."""
-    held_out = write_rows(tmp_path / "held_out.jsonl", MASKED)
-    ask = [{"role": "user", "content": f"speak {i}"} for i in range(len(MASKED))]
-    rows = [{**row, "messages": [ask[i], *row["messages"][1:]]} for i, row in enumerate(MASKED)]
+    held_out = write_rows(tmp_path / "held_out.jsonl", WEIGHTED)
+    ask = [{"role": "user", "content": f"speak {i}"} for i in range(len(WEIGHTED))]
+    rows = [{**row, "messages": [ask[i], *row["messages"][1:]]} for i, row in enumerate(WEIGHTED)]
     options = {
         "sft_loss_on": loss_on,
         "lr": "1e-2",
@@ -74,7 +76,7 @@ def test_losses_are_means_over_the_trained_tokens_of_all_ranks(num_ranks, loss_o
     assert result.code == 0, result.err
     found = [row for row in metrics_of(tmp_path / "run") if "eval/loss" in row]
     assert [row["step"] for row in found] == [0, 2]
-    assert found[0]["eval/loss"] == pytest.approx(stock_loss(checkpoint, MASKED, loss_on), rel=1e-5)
+    assert found[0]["eval/loss"] == pytest.approx(stock_loss(checkpoint, WEIGHTED, loss_on), rel=1e-5)
     first = trained(metrics_of(tmp_path / "run"))[0]["loss/total"]
     assert first == pytest.approx(stock_loss(checkpoint, rows, loss_on), rel=1e-5)
     assert found[1]["eval/loss"] < found[0]["eval/loss"]

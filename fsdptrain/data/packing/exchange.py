@@ -1,7 +1,7 @@
 """Exchange of samples between the ranks that generated them and the ranks that train them, over gloo.
 
 Every rank gathers the lengths of all samples (`sample_index.gather_index`), computes the same plan, and sends each
-sample to the rank that needs it. Tokens, masks and versions are sent as int64, logprobs as float64, and
+sample to the rank that needs it. Tokens, masks and versions are sent as int64, logprobs and weights as float64, and
 routes unchanged, so samples arrive bit-exact; the few other fields of a sample are gathered on all ranks. The functions
 are collective over the default group, whose CPU backend is gloo.
 
@@ -36,14 +36,16 @@ def exchange_samples(
     first = sum(owner < rank for owner in index.owners)
     outgoing = [[samples[i - first] for i in wanted if index.owners[i] == rank] for wanted in destinations]
     integers = _all_to_all([_column(map(_integers, batch), np.int64) for batch in outgoing])
-    logprobs = _all_to_all([_column((s.rollout_logprobs for s in batch), np.float64) for batch in outgoing])
+    columns = [[[*s.rollout_logprobs, *(s.token_weights or ())] for s in batch] for batch in outgoing]
+    floats = _all_to_all([_column(column, np.float64) for column in columns])
     records = [record for part in gather([_without_tokens(sample) for sample in samples]) for record in part]
     arrived: dict[int, Sample] = {}
     for source in range(dist.get_world_size()):
         numbers = [i for i in destinations[rank] if index.owners[i] == source]
         lengths = [index.lengths[i] for i in numbers]
         counts = [(2 + (records[i].versions is not None)) * index.lengths[i] for i in numbers]
-        parts = zip(numbers, lengths, integers[source].split(counts), logprobs[source].split(lengths), strict=True)
+        sizes = [(1 + (records[i].token_weights is not None)) * index.lengths[i] for i in numbers]
+        parts = zip(numbers, lengths, integers[source].split(counts), floats[source].split(sizes), strict=True)
         arrived |= {i: _with_tokens(records[i], length, *both) for i, length, *both in parts}
     found = [arrived[i] for i in destinations[rank]]
     return found if index.route_shape is None else _with_routes(found, outgoing, destinations[rank], index)
@@ -60,23 +62,25 @@ def _all_to_all(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _without_tokens(sample: Sample) -> Sample:
-    versions = None if sample.versions is None else []
-    return replace(sample, token_ids=[], loss_mask=[], rollout_logprobs=[], routes=None, versions=versions)
+    values = {name: None if getattr(sample, name) is None else [] for name in ("versions", "token_weights")}
+    return replace(sample, token_ids=[], loss_mask=[], rollout_logprobs=[], routes=None, **values)
 
 
 def _integers(sample: Sample) -> list[int]:
     return [*sample.token_ids, *sample.loss_mask, *(sample.versions or ())]
 
 
-def _with_tokens(record: Sample, length: int, integers: Tensor, logprobs: Tensor) -> Sample:
-    """Undo `_without_tokens`. integers: [2 L] or [3 L], as from `_integers`; logprobs: [L] f64."""
+def _with_tokens(record: Sample, length: int, integers: Tensor, floats: Tensor) -> Sample:
+    """Undo `_without_tokens`. integers: [2 L] or [3 L], as from `_integers`; floats: [L] or [2 L] f64, with weights."""
     token_ids, loss_mask, *versions = integers.view(-1, length).unbind()
+    logprobs, *weights = floats.view(-1, length).unbind()
     return replace(
         record,
         token_ids=token_ids.tolist(),
         loss_mask=loss_mask.bool().tolist(),
         rollout_logprobs=logprobs.tolist(),
         versions=versions[0].tolist() if versions else None,
+        token_weights=weights[0].tolist() if weights else None,
     )
 
 

@@ -175,6 +175,9 @@ def pack(
     loss_mask = of_next_token(_column([sample.loss_mask for sample in samples], torch.bool))
     loss_positions = positions_of(loss_mask)
     loss_weights = per_token(weight(sample) for sample in samples)
+    if any(sample.token_weights for sample in samples):
+        token_weights = [sample.token_weights or [1.0] * len(sample.token_ids) for sample in samples]
+        loss_weights *= of_next_token(_column(token_weights, torch.float32))
     batch = PackedBatch(
         input_ids=token_ids,
         labels=of_next_token(token_ids),

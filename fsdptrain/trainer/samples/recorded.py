@@ -43,7 +43,8 @@ _OPTIONS = (  # what a recording depends on and a replay does not compute
 )  # fmt: skip
 _INPUTS = ("rows of --prompt-data", "chat template", "tokenizer")
 _SAME = (  # fields of `Sample` that are columns
-    "group_id", "token_ids", "loss_mask", "rollout_logprobs", "reward", "policy_version", "versions", "truncated",
+    "group_id", "token_ids", "loss_mask", "token_weights", "rollout_logprobs", "reward", "policy_version", "versions",
+    "truncated",
 )  # fmt: skip
 
 

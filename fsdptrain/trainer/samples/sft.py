@@ -1,14 +1,16 @@
 """Build the samples of supervised fine-tuning from the rows of a data set."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.algo.weights import num_loss_tokens
 from fsdptrain.config import Config
 from fsdptrain.data.prompts import MOST_UNUSABLE, PromptStream
 from fsdptrain.data.sft import LONG_PROMPT, OVERLONG, SampleBuilder
@@ -84,7 +86,7 @@ class SftSource:
         self.stream.num_too_long += refused.counts[LONG_PROMPT]
         unusable = refused.counts.total() - refused.counts[LONG_PROMPT] - refused.counts[OVERLONG]
         return RolloutBatch(
-            samples,
+            normalized(samples),
             num_dropped=refused.counts[OVERLONG] if dist.get_rank() == 0 else 0,
             metrics={"progress/unusable_rows": float(unusable)},
             images=images_of(drawn),
@@ -110,6 +112,20 @@ def build_samples(builder: SampleBuilder, prompts: Sequence[Prompt]) -> tuple[li
         except UnusableRowError as error:
             refused.add(error)
     return samples, refused
+
+
+def normalized(samples: list[Sample]) -> list[Sample]:
+    """Scale the weights of tokens such that those of all ranks sum to the number of trained tokens. Collective.
+
+    The loss, a mean over these tokens, is then sum(w * nll) / sum(w). Does nothing if no sample has weights.
+    """
+    sums = [None if s.token_weights is None else math.fsum(s.token_weights[1:]) for s in samples]
+    everywhere = [row for rows in gather([*zip(map(num_loss_tokens, samples), sums, strict=True)]) for row in rows]
+    if all(weight is None for _, weight in everywhere):
+        return samples
+    count = sum(tokens for tokens, _ in everywhere)
+    total = math.fsum(tokens if weight is None else weight for tokens, weight in everywhere)
+    return [replace(s, token_weights=[w * count / total for w in s.token_weights or s.loss_mask]) for s in samples]
 
 
 def check_first_rows(stream: PromptStream, builder: SampleBuilder) -> None:

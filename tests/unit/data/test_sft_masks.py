@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from fsdptrain.data.sft import SampleBuilder, untokenized
 from fsdptrain.data.sft_forms import UnusableRowError, warn_once
 from fsdptrain.data.sft_masks import ConversationEncoder
 from fsdptrain.data.tables import as_rows
-from fsdptrain.errors import DataError
+from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.trainer.samples.sft import check_first_rows
 from fsdptrain.types import Sample
 from tests.testing import CHAT_TEMPLATE, merging_tokenizer, tiny_tokenizer
@@ -165,15 +166,10 @@ MULTI_TURN = CHAT[1:]
             "not an episode",
             "the response of row dataset:0 is a list",
         ),
-        (
-            {"messages": [CHAT[1], say("assistant", "x", weight=-1)]},
-            TAGS,
-            "weight",
-            "row dataset:0: weight is -1, not 0 or 1",
-        ),
-        ({"messages": [CHAT[1], say("assistant", "x", weight=0.5)]}, TAGS, "weight", "weight is 0.5, not 0 or 1"),
-        ({"prompt": "a", "label": "b", "train": "yes"}, TAGS, "weight", "row dataset:0: train is 'yes', not 0 or 1"),
-        ({"text": "a", "weight": float("nan")}, TAGS, "weight", "weight is nan, not 0 or 1"),
+        ({"messages": [CHAT[1], say("assistant", "x", weight=-1)]}, TAGS, "weight", "row dataset:0: weight is -1, not"),
+        ({"messages": [say("user", "q", weight=0.5), CHAT[2]]}, TAGS, "weight", "a message of user has the weight 0.5"),
+        ({"prompt": "a", "label": "b", "train": "yes"}, TAGS, "weight", "row dataset:0: train is 'yes', not a weight"),
+        ({"text": "a", "weight": float("nan")}, TAGS, "weight", "weight is nan, not a weight"),
         ({"text": "a", "train": False}, TAGS, "no trained token", "row dataset:0 has no token to train on"),
     ],
 )
@@ -199,13 +195,23 @@ def test_keys_that_the_template_omits_are_named_once(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(("column", "values"), [("messages", {"messages": CHAT}), ("label", EPISODE)])
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, TAGS])
-def test_a_turn_of_weight_0_is_masked(template: str, column: str, values: dict[str, Any]) -> None:
+def test_turns_and_rows_have_weights_and_0_is_a_mask(template: str, column: str, values: dict[str, Any]) -> None:
     first, chat = next(i for i, m in enumerate(values[column]) if m["role"] == "assistant"), values[column]
-    weighted = {**values, column: [{**message, "weight": float(i != first)} for i, message in enumerate(chat)]}
+    half, masked = (
+        {**values, column: [*chat[:first], {**chat[first], "weight": w}, *chat[first + 1 :]]} for w in (0.5, 0)
+    )
+    sample = sample_of({**half, "weight": 3}, template)
+    assert sample.token_weights
+    assert [weight for weight, _ in groupby(sample.token_weights)] == [0.0, 1.5, 0.0, 3.0]
+    assert sample.loss_mask == sample_of(values, template).loss_mask == [weight > 0 for weight in sample.token_weights]
     for other in (template, THOUGHTS):
-        assert sample_of({**weighted, "train": True}, other) == sample_of(values, other, loss_on="last")
-    with pytest.raises(UnusableRowError, match="a message has the weight 0, and --sft-loss-on all trains all of them"):
-        sample_of(weighted, template, loss_on="all")
+        assert sample_of(masked, other) == sample_of(values, other, loss_on="last")
+    with pytest.raises(UnusableRowError, match="has the weight 0, and --sft-loss-on all does not weight it"):
+        sample_of(masked, template, loss_on="all")
+    with pytest.raises(ConfigError, match=r"^--loss-aggregation sequence_mean: row .* which need token_mean"):
+        sample_of(half, template, limits={"aggregation": "sequence_mean"})
+    with pytest.raises(UnusableRowError, match="is not finite"):
+        sample_of({**values, "weight": 1e308}, template)
 
 
 def test_truncation_is_a_row_cut_by_hand_and_tokens_are_the_row_that_was_tokenized() -> None:
