@@ -17,6 +17,7 @@ from fsdptrain.config.flags import Resolved
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.written import to_yaml
 from fsdptrain.data.sources import GENERATOR, open_rows
+from fsdptrain.launch.data_files import image_key
 from fsdptrain.launch.inputs import check_inputs, data_configs
 from fsdptrain.model.loading.formats import with_config
 from fsdptrain.rank_variables import read_rank_variables
@@ -105,7 +106,7 @@ def _read_parts(config: Config) -> list[str]:
         name = each.data.prompt_data
         is_generated = name.startswith(GENERATOR) and name != DataConfig().prompt_data  # the default needs no check
         if is_generated or _is_here(name):
-            rows = open_rows(config, each.data, flag=flag, image_key=config.value("image_key"))
+            rows = open_rows(config, each.data, flag=flag, image_key=image_key(config))
             read += [rows[index] for index in _spread(len(rows))]
             lines.append(f"{flag} {name}: {len(rows)} rows")
     if config.environment.environment:

@@ -53,9 +53,10 @@ def problems(config: "Config") -> Iterator[Problem]:
             yield f"{flag} {text}: a set is {form}; write a path that holds = as ./{text}, unset it by no value"
         if data == "environment":
             yield f"{flag} {text}: remove it, prompts are held out from --prompt-data environment"
-    found = re.match(r"eval/(.*)/", config.run.eval_metric or "")
-    if names and found and found[1] not in names:
-        yield f"--eval-metric {config.run.eval_metric}: the evaluation sets are {', '.join(dict(sets))}"
+    for key in ("eval_metric", "stop_when"):
+        found = re.match(r"eval/(.*)/", config.value(key) or "")
+        if names and found and found[1] not in names:
+            yield f"{all_keys()[key].shown(config)}: the evaluation sets are {', '.join(dict(sets))}"
     yield from _problems_of_settings(config, dict(sets), names)
 
 

@@ -157,6 +157,7 @@ class Keywords(TypedDict, total=False):
     eval_greedy: bool
     eval_metric: str | None
     early_stop_evals: int
+    stop_when: str | None
     profile_steps: str | None
     record_rollouts: bool
     replay_rollouts: str | None

@@ -84,6 +84,9 @@ class RunConfig(Section):
     highest. Default: accuracy, or loss with `--algorithm sft`, of the first evaluation set."""
     early_stop_evals: Annotated[int, *_EVALUATES] = Field(default=0, ge=0)
     """Early stopping: end the run after this many evaluations in a row without a new best --eval-metric. 0: never."""
+    stop_when: str | None = None
+    """Stop the run after the first step at which a metric of training or evaluation is >, >=, < or <= a number, e.g.
+    'eval/heldout/accuracy>0.9'. Default: none."""
     profile_steps: Annotated[str | None, Requires("num_rollout>0")] = Field(
         default=None, pattern=r"^[1-9]\d*(:[1-9]\d*)?$"
     )
@@ -109,6 +112,11 @@ class RunConfig(Section):
                 f"--keep-every {self.keep_every} must be a multiple of --save-interval {self.save_interval}, "
                 "at which checkpoints are written"
             )
+        if self.stop_when is not None:
+            from fsdptrain.config.stop_when import StopWhen
+
+            if StopWhen.parse(self.stop_when).of_evaluation and (self.replay_rollouts or not config.evaluates):
+                yield f"--stop-when {self.stop_when} needs --eval-interval, --eval-size above 0, no --replay-rollouts"
 
 
 class LogConfig(Section):

@@ -88,6 +88,7 @@ def held_out_prompts(
 def _tell_nothing(config: Config, line: str) -> None:
     """Warn that nothing is evaluated. Raises DataError if an option needs evaluations."""
     needing = [flat for flat in ("keep_best", "early_stop_evals", "eval_metric") if config.is_set(flat)]
+    needing += ["stop_when"] if (config.run.stop_when or "").startswith("eval/") else []
     if needing and config.run.num_rollout:
         raise DataError(f"{all_keys()[needing[0]].shown(config)}: {line}")
     log.warning(line)

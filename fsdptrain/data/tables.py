@@ -312,13 +312,17 @@ def _load_csv(files: Mapping[Any, Sequence[str]], split: str) -> "datasets.Datas
     return datasets.load_dataset("csv", data_files=read, split=split, **text)
 
 
+def csv_columns(path: Path) -> list[str]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return next(filter(None, csv.reader(file)), [])
+
+
 def _as_text(path: Path) -> dict[str, Any]:
     """Return options of `load_dataset` for the text of all csv cells; by default `None` is null and 3 may be 3.0."""
     import datasets
     import pandas
 
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        _refuse_twice([name for name in next(filter(None, csv.reader(file)), []) if name], path.name)
+    _refuse_twice([name for name in csv_columns(path) if name], path.name)
     columns = pandas.read_csv(path, nrows=0).columns
     features = datasets.Features({str(column): datasets.Value("string") for column in columns})
     return {"keep_default_na": False, "index_col": False, "features": features}  # else more cells shift all columns

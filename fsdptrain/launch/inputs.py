@@ -1,4 +1,4 @@
-"""Check the inputs of a run before torch is imported: reward, files of data, output folder.
+"""Check the inputs of a run before torch is imported: reward, files of data and their columns, output folder.
 
 The run makes the same checks, by the same functions, once more when it reads the inputs. What they cannot decide
 without slow imports or the network is left to the run.
@@ -31,9 +31,9 @@ def check_inputs(config: Config) -> None:
         if one is config or one.reward is not config.reward:
             check_reward(one.reward, prompt_data=one.data.prompt_data, has_environment=config.environment.has_episodes)
         if not one.data.prompt_data.startswith(GENERATOR):
-            from fsdptrain.data.tables import is_data_file
+            from fsdptrain.launch.data_files import check_data
 
-            is_data_file(one.data.prompt_data.partition("?")[0], flag)
+            check_data(one, flag)
 
 
 def check_model_name(name: str, flag: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from fsdptrain.checkpoints import list_checkpoints, step_of
 from fsdptrain.config import Config
 from fsdptrain.config.eval_sets import UNNAMED, eval_sets
+from fsdptrain.config.stop_when import StopWhen
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.registry import suggest
@@ -30,9 +31,13 @@ class Evaluations:
         self.metric = run.eval_metric or first.replace(f"{UNNAMED}/loss", "loss")
         self._sign = 1.0 if self.metric.endswith(_LOWER_IS_BETTER) else -1.0  # to sort by
         self._keep_best, self._patience = run.keep_best, run.early_stop_evals
+        self._rule = None if run.stop_when is None else StopWhen.parse(run.stop_when)
         self._found: dict[int, Metrics] = {
             int(step): {name: float(value) for name, value in values.items()} for step, values in stored
         }
+        self._unchecked = {"--eval-metric": (self.metric, True)}  # flag -> metric, whether it is of evaluations
+        if self._rule is not None:
+            self._unchecked["--stop-when"] = (self._rule.metric, self._rule.of_evaluation)
 
     @property
     def rows(self) -> list[tuple[int, Metrics]]:
@@ -53,20 +58,31 @@ class Evaluations:
         """Return whether --keep-best keeps the checkpoint of a step. The model before training has none."""
         return step in self.ranked[: self._keep_best]
 
-    @property
-    def early_stop(self) -> str:
-        """Why --early-stop-evals ends the run, or ""."""
+    def observe(self, values: Metrics, step: int, last: Metrics) -> str:
+        """Take the metrics of a step or of its evaluation. last: the last value of every metric.
+
+        Returns the option that ends the run, and why, or "". Raises ConfigError if the first metrics lack that of an
+        option.
+        """
+        if values:
+            self._take(values, step)
+        last = last | next(reversed(self._found.values()), {})  # callbacks may evaluate more often
+        if self._rule is not None and self._rule.holds(last):
+            return f"--stop-when {self._rule.text} (it is {last[self._rule.metric]:g})"
         best, value = self.best or (0, math.nan)
         if 0 < self._patience <= sum(each > best for each in self._found):
             return f"--early-stop-evals {self._patience} (best {self.metric}: {value:g} at step {best})"
         return ""
 
-    def take(self, values: Metrics, step: int) -> None:
-        """Take the metrics of an evaluation. Raises ConfigError if they lack --eval-metric."""
-        if self.metric not in values:
-            others = f"{suggest(self.metric, values)}; evaluations have {', '.join(values)}"
-            raise ConfigError(f"--eval-metric: no metric {self.metric}{others}")
-        self._found[step] = values
+    def _take(self, values: Metrics, step: int) -> None:
+        is_evaluation = all(name.startswith("eval/") for name in values)
+        for flag in [flag for flag, (_, of_evaluation) in self._unchecked.items() if of_evaluation == is_evaluation]:
+            name, _ = self._unchecked.pop(flag)
+            if name not in values:
+                what = "evaluations have" if is_evaluation else "steps have"
+                raise ConfigError(f"{flag}: no metric {name}{suggest(name, values)}; {what} {', '.join(values)}")
+        if is_evaluation:
+            self._found[step] = values
 
     def _order(self) -> list[int]:
         found = {step: values.get(self.metric, math.nan) for step, values in self._found.items()}

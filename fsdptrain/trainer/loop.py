@@ -152,6 +152,7 @@ class TrainingLoop:
             self._start_rollouts()
         values = self.report.step(rollout, steps, self.phases, self.weight_sync, trained, step=self.step)
         self._call("on_step", values)
+        self.stop.ask(self._progress.observe(values))
         self.report.log_samples(sample_rows(rollout.shown, self.tokenizer, rollout.samples), "train", self.step)
 
     def _collect(self) -> RolloutBatch:

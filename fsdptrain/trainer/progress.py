@@ -36,7 +36,7 @@ class Progress:
         self._stream = stream
         self._report = report
         self.evaluations = None
-        if config.run.num_rollout and config.evaluates:
+        if config.run.num_rollout and (config.evaluates or config.run.stop_when):
             from fsdptrain.trainer.best import open_evaluations
 
             self.evaluations = open_evaluations(config, folder)
@@ -60,12 +60,11 @@ class Progress:
         return self.is_last or is_best or bool(run.save_interval and self.step % run.save_interval == 0)
 
     def observe(self, values: Metrics) -> str:
-        """Take the metrics of an evaluation, or {}. Returns the option that ends the run here, and why, or ""."""
+        """Take metrics of this step or its evaluation, or {}. Returns the option that ends the run here, and why."""
         if self.evaluations is None:
             return ""
-        if values:
-            self.evaluations.take(values, self.step)
-        return self.evaluations.early_stop if self.step < self._config.run.num_rollout else ""
+        reason = self.evaluations.observe(values, self.step, self._report.last)
+        return reason if self.step < self._config.run.num_rollout else ""
 
     def require_an_update(self) -> None:
         """Raise NumericsError at the end of a run in which every optimizer step was skipped."""

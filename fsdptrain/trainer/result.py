@@ -24,8 +24,8 @@ class RunResult(Mapping[str, float]):
     model: Path | None
     """Folder of the exported model, for from_pretrained; None if the run did not export one."""
     stopped: str
-    """Why the run ended early: `Ctrl-C`, `SIGTERM`, the reason of a callback, or `--early-stop-evals`. Empty for a
-    whole run."""
+    """Why the run ended early: `Ctrl-C`, `SIGTERM`, the reason of a callback, or an option such as `--stop-when`. Empty
+    for a whole run."""
     metrics: Metrics = field(repr=False)
     """The last value of every metric."""
     stop_signal: int | None = field(default=None, repr=False)

@@ -310,19 +310,24 @@ def test_patience_ends_a_run_and_each_resume_until_it_is_raised(checkpoint, tmp_
 
 
 def stop(checkpoint: Path, folder: Path) -> tuple[Any, ...]:
-    with pytest.raises(ConfigError) as caught:
-        fit(checkpoint, folder / "other", eval_metric="eval/heldout/pass@2")
-    options = {"early_stop_evals": 1, "pass_threshold": 99.0, "eval_interval": 2, "num_rollout": 4}
-    result, steps = fit(checkpoint, folder / "run", **options, export=True, export_every_save=True)
-    return steps, list(result.history["eval/heldout/accuracy"].dropna().index), str(caught.value)
+    errors = []
+    for values in ({"eval_metric": "eval/heldout/pass@2"}, {"stop_when": "reward/men>1"}):
+        with pytest.raises(ConfigError) as caught:
+            fit(checkpoint, folder / "other", **values)
+        errors.append(str(caught.value))
+    options = {"stop_when": "progress/samples>=8", "export": True, "export_every_save": True, "eval_interval": 9}
+    result, steps = fit(checkpoint, folder / "run", **options)
+    return result.stopped, steps, list(result.history["eval/heldout/accuracy"].dropna().index), errors
 
 
 def test_ranks_stop_at_the_same_step_with_an_evaluation_a_checkpoint_and_its_export(checkpoint, tmp_path):
     first, second = spawn(2, stop, checkpoint, tmp_path)
     assert first == second
-    assert first[:2] == ([2], [0, 2])
+    assert first[:3] == ("--stop-when progress/samples>=8 (it is 8)", [2], [0, 2])
+    of_evaluation, of_step = first[3]
     line = "--eval-metric: no metric eval/heldout/pass@2; did you mean 'eval/heldout/pass@1'?; evaluations have eval/"
-    assert first[2].startswith(line)
+    assert of_evaluation.startswith(line)
+    assert of_step.startswith("--stop-when: no metric reward/men; did you mean 'reward/mean'?; steps have completion/")
     [saved], run = list_checkpoints(tmp_path / "run"), tmp_path / "run"
     exported, last = (AutoModelForCausalLM.from_pretrained(at).state_dict() for at in (saved / "hf", run / "hf"))
     assert all(torch.equal(exported[name], weight) for name, weight in last.items())

@@ -42,6 +42,7 @@ def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         ({"replay_rollouts": "/absent"}, "/absent lacks step 1 .* has none: name the folder rollouts of a run"),
         ({"n_samples_per_prompt": 2}, "step 1 was recorded with --n-samples-per-prompt 4, not 2: replay it with these"),
         ({"rows": ROWS[:-1]}, "step 1 was recorded with other rows of --prompt-data: replay it with these"),
+        ({"stop_when": "eval/heldout/accuracy>1"}, "no --replay-rollouts"),
     ],
 )
 def test_what_cannot_be_replayed_is_one_line(run: tuple[Path, Any], checkpoint: Path, values: dict, line: str) -> None:

@@ -69,7 +69,7 @@ def train(run: Path, steps: Sequence[Step], written: list[int], *, background: b
 
     for step, (value, saves) in [*enumerate(steps, 1)][newest:]:
         if saves or not math.isnan(value):
-            evaluations.take({METRIC: value}, step)
+            evaluations.observe({METRIC: value}, step, {})
         if saves or step == len(steps) or evaluations.is_kept(step):
             folder.write(step, save, ranked=evaluations.ranked)
             folder.wait()

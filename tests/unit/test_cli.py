@@ -22,6 +22,7 @@ from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
 from fsdptrain.config.rules import Package
 from fsdptrain.data.sources import load_rows
+from fsdptrain.launch.inputs import check_inputs
 from tests import configs
 from tests.testing import save_tiny_checkpoint
 
@@ -99,6 +100,7 @@ def test_help_of_a_section_shows_its_options_and_a_word_searches(fsdptrain):
 ANSWERED = [
     *(["--help"], ["--help-all"], ["--help", "kl"], [*MODEL, "--dry-run"], ["export", "--help"], ["report", "--help"]),
     *(["--no-such-flag"], ["--version"], ["recipes"], [*MODEL, "--prompt-data", "none.jsonl"]),
+    [*MODEL, "--prompt-data", "tests/data/rows.csv", "--label-key", "lable"],
     *([*MODEL, "--reward", "maths"], [*MODEL, "--reward", "tests.e2e.scripts:none"]),
     *([*MODEL, "--output-dir", "README.md/x"], ["eval", "tests", "--prompt-data", "none.jsonl"], ["export", "tests"]),
 ]
@@ -229,10 +231,12 @@ def test_a_dry_run_finds_what_would_end_the_run(fsdptrain, flags, message, tmp_p
 
 @pytest.mark.parametrize("first", [None, {"value": None}])
 def test_a_key_may_be_null_in_the_first_row(first, tmp_path):
+    """The checks before torch and those of the run agree on it."""
     path = tmp_path / "rows.parquet"
     rows = [{"prompt": "a", "answer": first}, {"prompt": "b", "answer": {"value": "2"}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     config = Config(hf_checkpoint="m", prompt_data=str(path), label_key="answer.value")
+    check_inputs(config)
     assert load_rows(config.data, seed=0)[1].label == "2"
 
 

@@ -9,18 +9,23 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.distributed import one_line
+from fsdptrain.distributed import one_line, sum_over_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
+from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.policy import TOLERANCES, evaluating, over_ranks, plain_batch, policy_logprobs
 from fsdptrain.model.probes.layout import LayoutProbe, probe_segments
+from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import reshard, stock_class
 
 log = logging.getLogger(__name__)
+
+_ROUNDINGS = 16  # of half precision: kernels that round once differ by up to 6 from torch's operations (36 layers)
 
 
 class LigerFeature(Feature):
@@ -32,27 +37,28 @@ class LigerFeature(Feature):
         return cls(compute_dtype=getattr(torch, config.compute_dtype_name))
 
     def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
-        """Replace the modules. Raises ConfigError if that changes logprobs beyond rounding. Collective."""
-        batch = plain_batch(probe_segments(model, vocab_size), device=platform.local_device())
-        name, tolerance = stock_class(model).__name__, TOLERANCES[self._dtype]
-        with evaluating(model), torch.no_grad():
-            wanted = policy_logprobs(model, batch, layout=probe.layout).values
-            reshard(model)
-            try:
-                replace_modules(model)
-                found = policy_logprobs(model, batch, layout=probe.layout).values
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # Triton raises many kinds; the same on every rank
-                raise ConfigError(f"--liger does not work with {name}: {one_line(error)}; leave it out") from error
-        reshard(model)
+        """Replace the modules. Raises ConfigError if that changes logprobs or gradients beyond rounding. Collective."""
+        name = stock_class(model).__name__
+        wanted, wanted_gradients = _results(model, probe.layout, vocab_size)
+        try:
+            replace_modules(model)
+            found, gradients = _results(model, probe.layout, vocab_size)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton raises many kinds; the same on every rank
+            raise ConfigError(f"--liger does not work with {name}: {one_line(error)}; leave it out") from error
         if not any("Liger" in module._get_name() for module in model.modules()):
             raise ConfigError(f"--liger has no kernels for {name}: leave it out")
-        difference = over_ranks((found - wanted).abs().mean().item())
-        if not difference <= tolerance:  # also rejects nan
-            line = f"--liger changes the logprobs of {name} by {difference:.2g} (tolerance {tolerance:g}): leave it out"
-            raise ConfigError(line)
-        log.info("liger kernels in norms and MLPs (probe: logprobs %.2g)", difference)
+        rounding, tolerance = torch.finfo(self._dtype).eps, TOLERANCES[self._dtype]
+        bound = max(1e-4, _ROUNDINGS * rounding)
+        of_logprobs = over_ranks((found - wanted).abs().mean().item())
+        of_gradients = _largest_difference(gradients, wanted_gradients, rounding)
+        if not (of_logprobs <= tolerance and of_gradients <= bound):  # also rejects nan
+            raise ConfigError(
+                f"--liger changes the logprobs of {name} by {of_logprobs:.2g} (tolerance {tolerance:g}) and a gradient "
+                f"by {of_gradients:.2g} of its norm (tolerance {bound:.2g}): leave it out"
+            )
+        log.info("liger kernels in norms and MLPs (probe: logprobs %.2g, gradients %.2g)", of_logprobs, of_gradients)
 
 
 def replace_modules(model: PreTrainedModel) -> None:
@@ -63,3 +69,27 @@ def replace_modules(model: PreTrainedModel) -> None:
     stock = family.copy()
     _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
     family.update(stock)
+
+
+def _results(model: PreTrainedModel, layout: Layout, vocab_size: int) -> tuple[Tensor, list[Tensor]]:
+    """Return the logprobs [T] of the segments of the layout probe and this rank's shards of the gradients."""
+    batch = plain_batch(probe_segments(model, vocab_size), device=platform.local_device())
+    with evaluating(model), torch.enable_grad():
+        values = policy_logprobs(model, batch, layout=layout).values
+        (values * (batch.position_ids + 1).sin()).sum().backward()
+    reshard(model)
+    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return values.detach(), gradients
+
+
+def _largest_difference(found: list[Tensor], wanted: list[Tensor], rounding: float) -> float:
+    """Return the largest difference of a parameter's gradient, relative to its norm. Collective.
+
+    The norm counts as at least `rounding` times that of all gradients: the gradient of some biases is only rounding.
+    """
+    differences = sum_over_ranks([(a - b.double()).square().sum().item() for a, b in zip(found, wanted, strict=True)])
+    squares = sum_over_ranks([x.double().square().sum().item() for x in wanted])
+    least = max(rounding**2 * sum(squares), torch.finfo(torch.float32).tiny)
+    ratios = torch.tensor(differences, dtype=torch.float64) / torch.tensor(squares, dtype=torch.float64).clamp(least)
+    return ratios.max().sqrt().item()  # nan if one is

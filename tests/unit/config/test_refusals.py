@@ -108,6 +108,8 @@ COMPUTED = """
 --profile-steps 190:201 | --profile-steps 190:201; 200 steps | --num-rollout 201
 --profile-steps 5:3 | --profile-steps 5:3; FIRST:LAST | --profile-steps 3:5
 --keep-every 75 | --keep-every 75; multiple of --save-interval 50 | --keep-every 100
+--stop-when eval/heldout/accuracy=0.9 | --stop-when; > >= < <=; in quotes; 'eval/heldout/accuracy=0.9' | --stop-when reward/mean>=.9
+--stop-when eval/loss<1 --eval-interval 0 | --stop-when eval/loss<1; --eval-interval | --stop-when optim/grad_norm<-1e-3
 --algorithm opd | --algorithm opd; --opd-teacher | --opd-teacher y
 --advantage-estimator none | --advantage-estimator none; --opd-teacher | --opd-teacher y
 --opd-teacher y --algorithm gspo | --opd-loss token; --loss gspo | --opd-loss jsd
@@ -125,6 +127,7 @@ COMPUTED = """
 --eval-prompt-data a=x.jsonl a_greedy=y.jsonl | a_greedy=y.jsonl; a different name
 --eval-prompt-data a/b=x.jsonl | a/b=x.jsonl; letters; ./a/b=x.jsonl | --eval-prompt-data ./a/b=x.jsonl
 --eval-prompt-data a=x.jsonl --eval-metric eval/c/accuracy | --eval-metric eval/c/accuracy; are a | --eval-metric eval/a_greedy/accuracy
+--eval-prompt-data a=x.jsonl --stop-when eval/c/accuracy>1 | --stop-when; are a | --stop-when eval/a/accuracy>1
 --eval-prompt-data a= | a=; a set is NAME=DATA | --eval-prompt-data a=x.jsonl
 --eval-prompt-data a=x.jsonl --eval-set-options a.sample=2 | a.sample; 'samples'; max_response_len | --eval-set-options a.samples=2
 --eval-prompt-data a=x.jsonl --eval-set-options a.samples=0 | a.samples; at least 1, got 0 | --eval-set-options a.temperature=0

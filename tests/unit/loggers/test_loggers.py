@@ -22,7 +22,7 @@ from fsdptrain.loggers.jsonl import JsonlLogger
 TEXTS = [
     *("prompt_data", "system_prompt", "input_key", "label_key", "ref_load", "environment_key"),
     *("environment_command", "weight_sync_dir", "megatron_spec", "rollout_server_python", "image_key", "opd_teacher"),
-    *("hf_checkpoint", "output_dir", "resume", "profile_steps", "reward_key", "eval_metric", "lora_init"),
+    *("hf_checkpoint", "output_dir", "resume", "profile_steps", "reward_key", "stop_when", "eval_metric", "lora_init"),
     "replay_rollouts",
 ]
 LISTS, DICTS = (
