@@ -16,13 +16,13 @@ class CalledFunction(Body):
     arguments: str = ""
 
 
-class EarlierCall(Body):
+class EarlierCall(Body, ignored="index"):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Body):
+class Message(Body, ignored="name refusal annotations", neutral={"audio": (), "function_call": ()}):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = ""
     tool_calls: Sequence[EarlierCall] = ()
@@ -39,7 +39,7 @@ class Message(Body):
         return message
 
 
-class Function(Body):
+class Function(Body, ignored="strict"):  # generation is not constrained
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -50,11 +50,25 @@ class Tool(Body):
     function: Function
 
 
-class StreamOptions(Body):
+class StreamOptions(Body, ignored="include_obfuscation"):
     include_usage: bool = False
 
 
-class ChatRequest(Body, extra="allow"):  # `parse` names what is ignored
+class ChatRequest(
+    Body,
+    ignored="metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "reasoning_effort safety_identifier seed service_tier store user verbosity",
+    neutral={
+        "frequency_penalty": (0,),
+        "function_call": ("auto", "none"),
+        "functions": ([],),
+        "logit_bias": ({},),
+        "modalities": (["text"],),
+        "presence_penalty": (0,),
+        "response_format": ({"type": "text"},),
+        "top_logprobs": (0,),
+    },
+):
     model: str = ""  # any name is served by the model in training
     messages: Sequence[Message] = Field(min_length=1)
     tools: Sequence[Tool] = ()

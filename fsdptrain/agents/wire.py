@@ -1,46 +1,49 @@
 """Checked bodies, errors and server-sent events of the endpoint."""
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from fsdptrain.agents.calls import Answer, CallError
 
-log = logging.getLogger(__name__)
-
 
 class Body(BaseModel):
-    """A JSON object of a request. A field that is null counts as absent, and one that is not declared is ignored."""
+    """A JSON object of a request. A field that is not declared, and not known to be without effect, is an error.
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    `ignored` are fields that may have any value, `neutral` values of other fields that ask for nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    without_effect: ClassVar[Mapping[str, Sequence[Any] | None]] = {}
+
+    def __init_subclass__(cls, ignored: str = "", neutral: Mapping[str, Sequence[Any]] | None = None) -> None:
+        cls.without_effect = {**cls.without_effect, **dict.fromkeys(ignored.split()), **(neutral or {})}
 
     @model_validator(mode="before")
     @classmethod
-    def _without_null(cls, body: Any) -> Any:
-        return {k: value for k, value in body.items() if value is not None} if isinstance(body, dict) else body
+    def _drop_what_has_no_effect(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+
+        def has_effect(name: str, value: Any) -> bool:
+            values = cls.without_effect.get(name, ())
+            is_known = name in cls.without_effect or name in cls.model_fields
+            return values is not None and value not in values and not (value is None and is_known)
+
+        return {name: value for name, value in body.items() if has_effect(name, value)}
 
 
 B = TypeVar("B", bound=Body)
 
 
 def parse(model: type[B], body: bytes) -> B:
-    """Return the checked body of a request. Warns of ignored fields. Raises CallError 400 for the first wrong field."""
+    """Return the checked body of a request. Raises CallError 400, which names the first wrong field."""
     try:
-        found = model.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error) from None
-    for name in found.model_extra or ():
-        _tell_ignored(name[:80])
-    return found
-
-
-@cache
-def _tell_ignored(name: str) -> None:
-    log.warning("agents request %r, which has no effect here", name)
 
 
 def _refusal(error: ValidationError) -> CallError:
@@ -48,6 +51,9 @@ def _refusal(error: ValidationError) -> CallError:
     first = min(errors, key=lambda one: one["loc"][-1:] != ("type",))  # a wrong type explains the other errors
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     path = path.lstrip(".")[:200]
+    if first["type"] == "extra_forbidden":
+        message = f"{path}={json.dumps(first['input'])[:80]} is unknown or not supported"
+        return CallError(400, message, param=path, code="unsupported_parameter")
     message = first["msg"].removeprefix("Value error, ")
     return CallError(400, f"{path}: {message}" if path else message, param=path or None, code="invalid_value")
 
