@@ -332,4 +332,4 @@ def test_ranks_stop_at_the_same_step_with_an_evaluation_a_checkpoint_and_its_exp
     exported, last = (AutoModelForCausalLM.from_pretrained(at).state_dict() for at in (saved / "hf", run / "hf"))
     assert all(torch.equal(exported[name], weight) for name, weight in last.items())
     shutil.rmtree(saved / "hf")  # no part of what a resume needs
-    assert fit(checkpoint, run, eval_interval=9, num_rollout=3, pass_threshold=99.0)[1] == [3]
+    assert fit(checkpoint, run, eval_interval=9)[1] == [3]
