@@ -139,5 +139,5 @@ def test_close_ends_open_connections_at_once(
 def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, "fsdptrain.agents.endpoint")
-    with pytest.raises(ConfigError, match=r"pip install 'fsdptrain\[agents\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[agents\]'"):
         import_module("fsdptrain.agents.endpoint")
