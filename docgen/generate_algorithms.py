@@ -169,7 +169,7 @@ A group whose samples all have the same reward gives no learning signal. Dynamic
 
 ## Samples without an advantage
 
-A sample with advantage 0 adds nothing to the gradient, so by default it is not computed. The update does not change,
+A sample with advantage 0 adds nothing to the gradient, so it is usually not computed. The update does not change,
 because the denominators still count the sample; `perf/skipped_tokens` is the share of skipped tokens. Unlike dynamic
 sampling, this replaces no prompts.
 
