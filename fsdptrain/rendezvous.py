@@ -60,15 +60,20 @@ def _where(ranks: RankVariables) -> str:
     return f"MASTER_ADDR={ranks.master_addr} MASTER_PORT={ranks.master_port}"
 
 
+def address_towards(host: str | None) -> str:
+    """Return the address of this machine from which `host` is reached. Raises OSError."""
+    family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as route:
+        route.connect(address)  # sends nothing
+        return route.getsockname()[0]
+
+
 def _set_gloo_interface(ranks: RankVariables) -> None:
     """Choose the interface towards rank 0. gloo would take that of the host name, often the loopback device."""
     if _GLOO_INTERFACE in os.environ:
         return
     with suppress(OSError):  # `_connect` reports what cannot be reached
-        family, *_, address = socket.getaddrinfo(ranks.master_addr, ranks.master_port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as route:
-            route.connect(address)  # sends nothing
-            local_address = route.getsockname()[0]
+        local_address = address_towards(ranks.master_addr)
         for name, addresses in psutil.net_if_addrs().items():
             if any(other.address.partition("%")[0] == local_address for other in addresses):
                 os.environ[_GLOO_INTERFACE] = name

@@ -5,7 +5,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class ExportDtypes:
     dtype: torch.dtype
     computed: torch.dtype
     prefix: str
+    _lost: list[int] = field(default_factory=lambda: [0, 0])  # elements that rounding sets back, and trained ones
 
     @cached_property
     def wider(self) -> dict[str, torch.dtype]:
@@ -67,26 +68,45 @@ class ExportDtypes:
         return {self._bare(name): dtype for name, dtype in wide.items() if dtype != self.dtype}
 
     @property
+    def rounds(self) -> bool:
+        """Whether the model computed with more precision than is exported."""
+        return torch.promote_types(self.dtype, self.computed) != self.dtype
+
+    @property
     def streamed(self) -> torch.dtype:
         """Dtype to gather in."""
-        return reduce(torch.promote_types, self.wider.values(), self.dtype)
+        kept = self.computed if self.rounds else self.dtype
+        return reduce(torch.promote_types, self.wider.values(), kept)
 
     def cast(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a stream in `streamed` in their own dtypes."""
+        counts = self.rounds and dist.get_rank() == 0
+        before = {self._bare(name): entry for name, entry in stored_entries(self.source)} if counts else {}
         for name, tensor in stream:
-            dtype = self.wider.get(self._bare(name), self.dtype) if tensor.is_floating_point() else tensor.dtype
+            bare = self._bare(name)
+            dtype = self.wider.get(bare, self.dtype) if tensor.is_floating_point() else tensor.dtype
+            if bare in before and dtype != tensor.dtype:
+                old = before[bare][:].to(tensor)
+                trained = tensor != old
+                self._lost[0] += int((trained & (tensor.to(dtype) == old.to(dtype))).sum())
+                self._lost[1] += int(trained.sum())
             yield name, tensor.to(dtype) if self.streamed != self.dtype else tensor
 
     def _bare(self, name: str) -> str:
         return name.removeprefix(f"{self.prefix}.")
 
     def tell(self) -> None:
-        """Log the dtype, and that the model computed with more precision."""
+        """Log the dtype and what rounding to it costs."""
         name, computed = _name(self.dtype), _name(self.computed)
         log.info("the model is exported in %s%s", name, f", {len(self.wider)} tensors in more" if self.wider else "")
-        if torch.promote_types(self.dtype, self.computed) != self.dtype:
-            line = "--export-dtype %s rounds what was computed in %s: evaluations of the run are not of this model"
-            log.warning(line, name, computed)
+        if self.rounds:
+            lost, trained = self._lost
+            line = (
+                "--export-dtype %s rounds what was computed in %s: of %d trained elements %d get their old value back"
+            )
+            log.warning(
+                f"{line}, so evaluations of the run are not of the exported model", name, computed, trained, lost
+            )
 
     def write_config(self, target: Path) -> None:
         """Write the config of `source` with the new dtype, in nested configs too, and without quantization."""

@@ -51,11 +51,14 @@ def by_module(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> 
         found[name][part] = tensor
         if len(found[name]) == len(parts):
             yield name, conversion.read(found.pop(name).__getitem__, parts, 0, 1)
+    assert not found, f"incomplete: {', '.join(found)}"
 
 
 def vision_tensors(path: Path, model: PreTrainedModel, *, modules: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the vision part of `model` from the files of a checkpoint, by their modules or files."""
+    if not (names := vision_parameters(model)):
+        return
     stored = stored_as(model)
-    wanted = {part for name in vision_parameters(model) for part in stored[name][0]}
+    wanted = {part for name in names for part in stored[name][0]}
     found = ((name, entry[...]) for name, entry in stored_entries(path) if name in wanted)
     yield from by_module(found, model) if modules else found

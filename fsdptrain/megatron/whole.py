@@ -107,6 +107,8 @@ class WholeLayers(nn.Module):
         self._start = get_transformer_layer_offset(config)
         stock = _on_meta(copy.deepcopy(hf_config), self._attention)
         store_in(stock, config.params_dtype)
+        for parameter in stock.parameters():  # those that are never trained, e.g. of routing, keep their digits
+            parameter.data = parameter.data if parameter.requires_grad else parameter.data.float()
         embedding, norms = outer_modules(stock)
         path = layers_path(stock)
         keep_layers(stock, path, range(self._start, self._start + get_num_layers_to_build(config)))

@@ -41,7 +41,7 @@ def engine_options(config: Config, checkpoint: Path, *, reserved: frozenset[str]
     vllm = config.section(VllmConfig)
     for name in vllm.engine_args:
         if name in reserved | _RESERVED:
-            raise ConfigError(f"--rollout-engine-args {name}: fsdptrain needs its own value here; remove it")
+            raise ConfigError(f"--rollout-engine-args {name}: --rollout-engine sets it; remove it")
     draft = vllm.engine_args.get("speculative_config")
     if draft and not on_gpu:
         raise ConfigError(

@@ -135,14 +135,23 @@ def test_plain_transformers_gives_the_logprobs_of_the_last_evaluation(
     assert found_config == in_dtype(config, "bfloat16" if values["bf16"] else "float32")
 
 
-def test_rounding_to_the_dtype_of_the_source_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_rounding_to_the_dtype_of_the_source_costs_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also of a source that declares no dtype, and whose names lack the prefix of the base model."""
     trainer, source = trainer_of("qwen3", tmp_path, bf16=False, export_dtype="source"), tmp_path / "source"
     tensors = load_files(source)
     save_file({name.removeprefix("model."): x for name, x in tensors.items()}, source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"dtype": None}))
-    trainer.fit()
+    with caplog.at_level("INFO", logger="fsdptrain"), trainer:
+        trainer.fit()
+        loop = trainer._loop
+        assert loop is not None
+        held = dict(loop.backend.hf_weights())
     exported = load_files(tmp_path / "run" / "hf")
-    assert "--export-dtype bfloat16 rounds what was computed in float32: evaluations" in caplog.text
+    trained = sum(int((held[name] != x.float()).sum()) for name, x in tensors.items())
+    lost = sum(int(((held[name] != x.float()) & (exported[name] == x)).sum()) for name, x in tensors.items())
+    assert 0 < lost < trained
+    assert f"of {trained} trained elements {lost} get their old value back" in caplog.text
     assert {x.dtype for x in exported.values()} == {torch.bfloat16}

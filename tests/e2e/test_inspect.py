@@ -33,6 +33,12 @@ def test_what_inspect_says_to_machines_is_the_same(tmp_path: Path):
     assert report["fallbacks"] == []
 
 
+def test_with_liger_it_says_why_nothing_is_replaced(tmp_path: Path):
+    zoo.config("qwen3").save_pretrained(tmp_path / "model")
+    report = json.loads(said("inspect", tmp_path / "model", tmp_path, "--liger", "--json", code=2))  # as a run
+    assert report["refusal"].startswith("--liger needs ")
+
+
 def test_strict_ends_a_run_with_a_fallback(tmp_path: Path):
     model = save_hub(zoo.build("qwen3_next"), tmp_path / "model")
     argv = ["--hf-checkpoint", str(model), "--num-rollout", "0", "--output-dir", str(tmp_path / "run"), "--no-bf16"]

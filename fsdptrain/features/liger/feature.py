@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.distributed import one_line, sum_over_ranks
+from fsdptrain.distributed import one_line, raise_on_all_ranks, sum_over_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
 from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.model.loading.meta import model_config
 from fsdptrain.model.policy import TOLERANCES, evaluating, over_ranks, plain_batch, policy_logprobs
 from fsdptrain.model.probes.layout import LayoutProbe, probe_segments
 from fsdptrain.model.rows import Layout
@@ -34,6 +35,10 @@ class LigerFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LigerFeature":
+        with raise_on_all_ranks(ConfigError, "--liger"):
+            model_type = model_config(checkpoint, trust_remote_code=config.model.trust_remote_code).model_type
+            if problem := obstacle(model_type):
+                raise ConfigError(f"--liger {problem}")
         return cls(compute_dtype=getattr(torch, config.compute_dtype_name))
 
     def verify(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
@@ -47,8 +52,6 @@ class LigerFeature(Feature):
             raise
         except Exception as error:  # Triton raises many kinds; the same on every rank
             raise ConfigError(f"--liger does not work with {name}: {one_line(error)}; leave it out") from error
-        if not any("Liger" in module._get_name() for module in model.modules()):
-            raise ConfigError(f"--liger has no kernels for {name}: leave it out")
         rounding, tolerance = torch.finfo(self._dtype).eps, TOLERANCES[self._dtype]
         bound = max(1e-4, _ROUNDINGS * rounding)
         of_logprobs = over_ranks((found - wanted).abs().mean().item())
@@ -59,6 +62,18 @@ class LigerFeature(Feature):
                 f"by {of_gradients:.2g} of its norm (tolerance {bound:.2g}): leave it out"
             )
         log.info("liger kernels in norms and MLPs (probe: logprobs %.2g, gradients %.2g)", of_logprobs, of_gradients)
+
+
+def obstacle(model_type: str) -> str:
+    """Return why the kernels cannot run here, or not for models of `model_type`, as the end of a message, or ""."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    from triton import knobs
+
+    if not platform.has_accelerator() and not knobs.runtime.interpret:
+        return "needs a GPU and none is available: leave it out"
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"has no kernels for models of type {model_type}: leave it out"
+    return ""
 
 
 def replace_modules(model: PreTrainedModel) -> None:

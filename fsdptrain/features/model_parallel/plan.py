@@ -35,6 +35,7 @@ _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # split dim `out
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # split dim `in`
 _PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, each split
 _NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
+_FIX = "remove it" if IS_NEW else "remove it, or install transformers 5.23, which has more plans"
 _LEAST_SHARE = 0.5  # of the matrices of the layers; splitting less saves nothing
 
 Styles = dict[str, str]  # of transformers, by names of modules and parameters
@@ -115,7 +116,7 @@ def _expert_plan(model: PreTrainedModel, size: int) -> Styles:
     plan = {key: style for key, style in plan.items() if style in ("grouped_gemm", "ep_dispatch_experts")}
     if "ep_dispatch_experts" not in plan.values():
         raise ConfigError(
-            f"--expert-parallel-size {size}: transformers has no plan that splits experts of {name}: remove it"
+            f"--expert-parallel-size {size}: transformers has no plan that splits experts of {name}: {_FIX}"
         )
     for count in sorted({p.shape[0] for key, p in model.named_parameters() if key in plan}):
         if count % size:
@@ -187,7 +188,7 @@ def _check_tensors(model: PreTrainedModel, tensor: Styles, experts: Styles, size
     if share < _LEAST_SHARE:
         raise ConfigError(
             f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "
-            "every process would hold and compute the rest: remove it"
+            f"every process would hold and compute the rest: {_FIX}"
         )
 
 

@@ -18,9 +18,10 @@ from fsdptrain.config.checks import check_packages
 from fsdptrain.enabled_features import NO_FEATURES
 from fsdptrain.errors import NumericsError
 from fsdptrain.features.context_parallel.feature import check_model
+from fsdptrain.features.liger.feature import obstacle
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.model_parallel.plan import split_plan_of
-from fsdptrain.features.sections import ContextParallelConfig, LoraConfig
+from fsdptrain.features.sections import ContextParallelConfig, LigerConfig, LoraConfig
 from fsdptrain.fsdp.build import meta_policy
 from fsdptrain.memory.estimate import Shapes, count_parameters
 from fsdptrain.model.loading.fill import parameter_names
@@ -69,6 +70,10 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
             probe = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
     except NumericsError as error:
         refusal = str(error)
+    if config.section(LigerConfig).liger:
+        check_packages(config, [LigerConfig.NAME])
+        problem = obstacle(model.config.model_type)
+        refusal = refusal or (f"--liger {problem}" if problem else "")
     split_plan_of(model, config)
     return Inspection(
         checkpoint=config.model.hf_checkpoint,

@@ -70,9 +70,9 @@ class VLLMServerEngine:
         self._is_open.set()
         self._checksums: dict[str, dict[str, int]] = {}  # by URL, of the last update; on rank 0
         self._num_in_flight = Counter[str]()  # requests by URL; only the event loop changes it
-        self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT * len(clients))
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        hard, most = resource.getrlimit(resource.RLIMIT_NOFILE)[1], _MAX_IN_FLIGHT * len(clients)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a request opens a connection
+        self._slots = asyncio.Semaphore(most if hard == resource.RLIM_INFINITY else min(most, hard // 2))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Push the tensors of a checkpoint, by the names of its files, to all servers. Collective."""
@@ -201,9 +201,9 @@ class VLLMServerEngine:
             answer = await self._ask(client, body)
         try:
             choice = answer[0]
-            token_ids, spans = choice["token_ids"], choice["weight_versions"]
+            token_ids, spans = choice["token_ids"], choice["weight_versions"] or []
             logprobs = [float(found["logprob"]) for found in choice["logprobs"]["content"]]
-            tags = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+            tags = [str(s["version"]) for s in spans for _ in range(s["start"], min(s["end"], len(token_ids)))]
             if not 0 < len(token_ids) == len(logprobs) == len(tags):
                 raise ValueError(f"a logprob and a version of each of {len(token_ids)} tokens")
         except (LookupError, TypeError, ValueError) as error:

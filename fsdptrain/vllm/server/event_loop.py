@@ -15,7 +15,7 @@ class EventLoop:
     """Runs coroutines for synchronous callers in any number of threads."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._is_closed = asyncio.new_event_loop(), False
         self._thread = threading.Thread(target=self._run_forever, name="servers", daemon=True)
         self._thread.start()
 
@@ -25,7 +25,7 @@ class EventLoop:
 
     def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Raises RolloutError if the loop is closed."""
-        if self._loop.is_closed():
+        if self._is_closed:
             work.close()
             raise RolloutError("the engine is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -43,7 +43,8 @@ class EventLoop:
 
     def close(self) -> None:
         """Cancel all tasks and wait until they have ended. Calls of `run` raise a RolloutError."""
-        if not self._loop.is_closed():
+        if not self._is_closed:
+            self._is_closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 

@@ -7,11 +7,14 @@ nccl: rank 0 broadcasts them from its GPU to those of the servers, over one grou
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.rendezvous import address_towards
+from fsdptrain.vllm.server.checks import is_local
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.event_loop import EventLoop, all_of
 from fsdptrain.vllm.weight_file import WeightFile
@@ -74,14 +77,16 @@ def _join(servers: Sequence[VLLMClient], loop: EventLoop, timeout: float) -> Any
         from vllm.distributed.weight_transfer.nccl_common import (  # pyright: ignore[reportMissingImports] - an extra
             trainer_init,
         )
-        from vllm.utils.network_utils import get_ip, get_open_port  # pyright: ignore[reportMissingImports]
+        from vllm.utils.network_utils import get_open_port  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
             f"--weight-transfer nccl: the trainer cannot import vLLM ({error}); in the clone, pip install "
             "'.[vllm]', or use --weight-transfer file"
         ) from error
     sizes = loop.run(all_of(server.get("/get_world_size", "world_size", timeout=timeout) for server in servers))
-    group = {"master_address": get_ip(), "master_port": get_open_port(), "world_size": 1 + sum(sizes)}
+    far = next((server.url for server in servers if not is_local(server.url)), servers[0].url)
+    address = address_towards(urlsplit(far).hostname)  # of servers here the loopback: the store trusts who connects
+    group = {"master_address": address, "master_port": get_open_port(), "world_size": 1 + sum(sizes)}
     group |= {"packed": True, "packed_buffer_size_bytes": _PART_BYTES}
     infos = [{"init_info": group | {"rank_offset": 1 + sum(sizes[:i])}} for i in range(len(servers))]
     path, pairs = "/init_weight_transfer_engine", zip(servers, infos, strict=True)

@@ -83,6 +83,6 @@ class WorkerExtension:
         """The next update is verified."""
         self.weight_transfer_engine.is_checked = True
 
-    def fsdptrain_outcome(self) -> tuple[str | None, dict[str, int]]:
+    def fsdptrain_outcome(self) -> list[Any]:
         """Of the last update: its error, and the checksums of the tensors that vLLM loaded if it was verified."""
-        return self.weight_transfer_engine.outcome
+        return [*self.weight_transfer_engine.outcome]

@@ -3,6 +3,7 @@
 test_liger.py runs this file in a process with TRITON_INTERPRET=1, which Triton reads when it is first imported.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from liger_kernel.transformers import rms_norm
 from transformers import PreTrainedModel
 from triton.runtime import interpreter
 
+from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.liger.feature import LigerFeature
 from fsdptrain.model.probes.layout import choose_layout
@@ -64,9 +66,10 @@ def test_logprobs_and_gradients_are_those_of_the_stock_modules() -> None:
     assert not any("Liger" in module._get_name() for module in other.modules()), "another model of the family"
 
 
-def test_a_model_that_liger_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--liger has no kernels for GPT2LMHeadModel: leave it out"):
-        probe(*model_of("gpt2"))
+def test_a_model_that_liger_does_not_know_is_refused(tmp_path: Path) -> None:
+    zoo.meta("gpt2").config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--liger has no kernels for models of type gpt2: leave it out"):
+        LigerFeature.create(Config(hf_checkpoint="any", liger=True), tmp_path)
 
 
 NORM = rms_norm.LigerRMSNormFunction

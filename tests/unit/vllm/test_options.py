@@ -43,7 +43,7 @@ def refusals(given: list[dict[str, int]]) -> list[str]:
 def test_an_engine_in_the_process_supports_tensor_parallelism_over_the_ranks():
     [said] = spawn(1, refusals, [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
     assert "tensor_parallel_size=2: an engine spans this number of ranks, and there are 1: use a divisor" in said[0]
-    assert "pipeline_parallel_size: fsdptrain needs its own value here; remove it" in said[1]
+    assert "pipeline_parallel_size: --rollout-engine sets it; remove it" in said[1]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
