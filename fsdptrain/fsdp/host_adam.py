@@ -45,10 +45,13 @@ class HostAdam:
     def __init__(self, adam: torch.optim.AdamW) -> None:
         self._adam = adam
         self._transfers = Transfers(local_shard(adam.param_groups[0]["params"][0]).device)
+        self._grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self) -> None:
         """Run a step like `AdamW.step`. The host waits for the copies, so it may read the moments afterwards."""
+        divisor = getattr(self._adam, "grad_scale", None)  # of clipping
+        self._grad_scale = None if divisor is None else divisor.cpu()
         pieces = list(self._pieces())
         size = max((piece.weights.nbytes for piece in pieces), default=0)
         slots = [(self._transfers.host_buffer(size), self._transfers.host_buffer(size)) for _ in range(_SLOTS)]
@@ -106,6 +109,7 @@ class HostAdam:
             weight_decay=piece.group["weight_decay"],
             eps=piece.group["eps"],
             maximize=False,
+            grad_scale=self._grad_scale,
         )
 
 

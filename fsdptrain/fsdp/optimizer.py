@@ -15,6 +15,8 @@ from fsdptrain.model.structure import reshard
 from fsdptrain.types import Metrics
 
 MAX_SKIPPED = 10  # steps with gradients that are not finite, in a row, that end a run
+_CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
+_CLIPS_IN_STEP = ("cpu", "cuda")  # device types whose fused AdamW reads grad_scale; MPS ignores it
 
 
 class Optimizer:
@@ -67,7 +69,11 @@ class Optimizer:
 
             assert isinstance(self.inner, torch.optim.AdamW), "the configuration rejects other optimizers"
             self._host_adam = HostAdam(self.inner)
-        self.scaler = torch.amp.GradScaler(next(iter(self.names)).device.type, enabled=fp16)
+        device_type = next(iter(self.names)).device.type
+        is_adamw = type(self.inner) is torch.optim.AdamW and device_type in _CLIPS_IN_STEP
+        fused = is_adamw and all(group["fused"] for group in self.inner.param_groups)
+        self._steps_clip = fused and all(p.dtype == torch.float32 for p in self.names)  # its divisor is a float32
+        self.scaler = torch.amp.GradScaler(device_type, enabled=fp16)
         self._norm_of = total_norm or _norm_over_meshes
         self.num_updates = 0  # completed steps of the schedule
         self.num_skipped = 0  # steps skipped for non-finite gradients, including those that find the fp16 loss scale
@@ -88,12 +94,15 @@ class Optimizer:
     def clip(self) -> Tensor:
         """Clip to --clip-grad and return the global norm before clipping, [] on the device.
 
-        Collective; does not wait for the device. The norm is the same on every rank. It is not finite if any gradient
-        on any rank is not finite.
+        On CPU and CUDA the fused kernel of AdamW divides float32 gradients while it reads them, so `step` clips them.
+        Elsewhere, and for other optimizers, this does. Collective; does not wait for the device. The norm is the same
+        on every rank. It is not finite if any gradient on any rank is not finite.
         """
         self.scaler.unscale_(self.inner)
         norm, limit = self._norm_of(list(self.names)), self.config.clip_grad
-        if limit > 0:
+        if limit > 0 and self._steps_clip:
+            self.inner.grad_scale = ((norm + _CLIP_EPS) / limit).clamp(min=1.0)  # pyright: ignore  # of GradScaler
+        elif limit > 0:
             for members in _by_mesh(self.names):
                 nn.utils.clip_grads_with_norm_(members, limit, norm)
         return norm
@@ -142,6 +151,7 @@ class Optimizer:
     def _finish(self) -> None:
         if self.scaler.is_enabled():
             self.scaler.update()
+        self.inner.grad_scale = None  # pyright: ignore  # of `clip`
         self.zero_grad()
 
     def set_lr(self, lr: float) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from fsdptrain.config import Config, OptimConfig
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
+from fsdptrain.fsdp import optimizer as optimizer_module
 from fsdptrain.fsdp.optimizer import MAX_SKIPPED, Optimizer
 from fsdptrain.fsdp.optimizer_state import create_state, load_state_dict, state_dict, state_tensors
 from fsdptrain.fsdp.optimizers import parameter_groups
@@ -76,6 +77,23 @@ def test_in_float32_steps_are_scheduled_and_clipped_as_by_a_pass_over_the_gradie
     assert {p.grad for p in ours.parameters()} == {None}
     [first, *_] = reference.state.values()
     torch.testing.assert_close(state_tensors(optimizer)["model.embed_tokens.weight.exp_avg"], first["exp_avg"])
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_gradients_are_clipped_before_the_step_where_the_kernel_may_ignore_the_divisor(
+    in_step: bool, monkeypatch: pytest.MonkeyPatch
+):
+    assert optimizer_module._CLIPS_IN_STEP == ("cpu", "cuda")
+    monkeypatch.setattr(optimizer_module, "_CLIPS_IN_STEP", ("cpu",) if in_step else ())
+    model = tiny_qwen3()
+    optimizer = Optimizer(model, OptimConfig(clip_grad=0.5), total_steps=10, fp16=False)
+    for end in (optimizer.step, optimizer.skip):
+        fill_gradients(model, 0)
+        optimizer.clip()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        assert norm > 1 if in_step else norm == pytest.approx(0.5)
+        end()
+        assert optimizer.inner.grad_scale is None, "the divisor is that of one step"  # pyright: ignore
 
 
 def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
