@@ -1,4 +1,4 @@
-"""Evaluation sets: the data of --eval-prompt-data by name, each with settings of its own by --eval-set-options."""
+"""Evaluation sets: the data of --eval-prompt-data by name, each with settings from --eval-set-options."""
 
 import re
 from collections.abc import Iterator, Mapping

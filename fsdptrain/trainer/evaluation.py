@@ -102,7 +102,7 @@ def evaluation_metrics(
 
 
 def with_set_rewards(reward: WeightedSum, config: Config, *, has_environment: bool) -> WeightedSum:
-    """Add the rewards of evaluation sets that have some of their own."""
+    """Add the rewards that --eval-set-options sets for single evaluation sets."""
     parts = [*reward.components]
     for name, each in eval_sets(config).items():
         if each.reward is not config.reward:

@@ -28,7 +28,7 @@ _PART_BYTES = 2**30  # of one broadcast
 
 
 def over_file(file: WeightFile | None, weights: Weights) -> list[Update]:
-    """All weights are gathered and written before any server is paused. file: None on ranks that do not send."""
+    """Write all weights before any server is paused. file: None on ranks that do not send."""
     if file is None:
         return list(take_part(weights))
     try:
@@ -38,13 +38,13 @@ def over_file(file: WeightFile | None, weights: Weights) -> list[Update]:
 
 
 def take_part(weights: Weights) -> Iterator[Update]:
-    """Of ranks that do not send: iterating the weights is collective."""
+    """Iterate the weights, which is collective, on a rank that does not send."""
     for _ in weights:
         yield from ()
 
 
 class NcclTransfer:
-    """Of rank 0, from GPU to GPU, in parts, each when it is gathered. Not yet run: it needs two GPUs."""
+    """Sends weights from the GPU of rank 0 to those of the servers, part by part. Not yet run: it needs two GPUs."""
 
     def __init__(self, servers: Sequence[VLLMClient], loop: EventLoop, timeout: float) -> None:
         self._group = _join(servers, loop, timeout)
@@ -72,7 +72,7 @@ class NcclTransfer:
 
 
 def _join(servers: Sequence[VLLMClient], loop: EventLoop, timeout: float) -> Any:
-    """vLLM's communicator of this rank and all workers of all servers."""
+    """Return a communicator of vLLM with this rank and all workers of all servers."""
     try:
         from vllm.distributed.weight_transfer.nccl_common import (  # pyright: ignore[reportMissingImports] - an extra
             trainer_init,
