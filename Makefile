@@ -54,8 +54,7 @@ quick: install  ## unit, feature and property tests, and one run
 
 test: install .venv-vllm/.installed  ## every law once, without a GPU
 	$(PYTEST) -m 'not gpu and not matrix' --durations=15 -rs
-	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
-	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
+	@$(MAKE) test-vllm
 
 test-matrix: test-matrix-core test-matrix-vllm  ## the rest: every family, mesh and engine, benchmarks
 

@@ -37,11 +37,12 @@ def main() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     sources = [*sorted((ROOT / "fsdptrain").rglob("*.py")), ROOT / "fsdptrain/config/other_names.ini"]
     files = [Path(name).resolve() for name in sys.argv[1:]] or [*pages, *sources]
+    avoided = phrases()
     found = [
         f"{file.relative_to(ROOT)}:{number}: {match[0]!r}: {plain}\n    {text.strip()[:200]!r}"
         for file in files
         for number, text in prose(file)
-        for phrase, plain in phrases().items()
+        for phrase, plain in avoided.items()
         if (match := phrase.search(text))
     ]
     sys.exit("\n".join(found) or 0)

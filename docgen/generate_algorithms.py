@@ -1,11 +1,10 @@
-"""Write docs/algorithms.md from the code's tables and docstrings: `python docgen/generate_algorithms.py`.
+"""Write docs/algorithms.md from the code's tables and docstrings: `python -m docgen`.
 
 A test checks that the page is up to date.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from fsdptrain.algo.advantages import ADVANTAGES, divide_by_group_std
@@ -20,8 +19,6 @@ from fsdptrain.config import AlgorithmConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, MISMATCH_BOUNDS, OLD_POLICY, PRESETS, Preset
 from fsdptrain.model import truncation
-
-PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 
 WHEN = {  # when to use an algorithm
     "grpo": "The default: verifiable rewards, a few optimizer steps per rollout.",
@@ -281,7 +278,3 @@ def _flow(text: str | None) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(algorithms_page(), encoding="utf-8")

@@ -1,16 +1,13 @@
-"""Write docs/configuration.md from the code: `python docgen/generate_configuration.py`.
+"""Write docs/configuration.md from the code: `python -m docgen`.
 
 A test compares the page with the output.
 """
 
 import re
 import types
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from fsdptrain.config.keys import Key, all_keys, all_sections
-
-DOCS = Path(__file__).parents[1] / "docs"
 
 CONFIGURATION = """\
 # Options
@@ -99,7 +96,3 @@ def _sentence(text: str | None) -> str:
 def _cell(text: str | None) -> str:
     escaped = " ".join((text or "").split()).replace("|", "\\|")
     return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", escaped)
-
-
-if __name__ == "__main__":
-    (DOCS / "configuration.md").write_text(configuration_page(), encoding="utf-8")

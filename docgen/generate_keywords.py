@@ -1,7 +1,6 @@
-"""Write fsdptrain/config/keywords.pyi, the types of the keywords of `Config`: `python docgen/generate_keywords.py`."""
+"""Write fsdptrain/config/keywords.pyi, the types of the keywords of `Config`: `python -m docgen`."""
 
 import types
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BeforeValidator
@@ -9,7 +8,6 @@ from pydantic.fields import FieldInfo
 
 from fsdptrain.config.keys import all_keys, all_sections
 
-PAGE = Path(__file__).parents[1] / "fsdptrain" / "config" / "keywords.pyi"
 HEAD = '''"""Types of the keywords of `Config`. Made by docgen/generate_keywords.py."""
 
 from collections.abc import Mapping
@@ -57,7 +55,3 @@ def _text(annotation: Any) -> str:
     if origin is not None:
         return f"{origin.__name__}[{', '.join(map(_text, args))}]"
     return "Any" if annotation is Any else annotation.__name__
-
-
-if __name__ == "__main__":
-    PAGE.write_text(keywords_module(), encoding="utf-8")

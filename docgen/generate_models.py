@@ -1,20 +1,18 @@
-"""Run the sweep over all families and write docs/models.md: `python docgen/generate_models.py`.
+"""Run the sweep over all families and write docs/models.md: `python -m docgen.generate_models`.
 
 Takes some minutes. A test checks the text of the page, and each row except its error.
 """
 
 import re
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.families import FAMILIES, REFUSED
+from tests.sweep import RANKS, TOLERANCE, WORSE, Row, sweep
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(ROOT))
-
-from tests.families import FAMILIES, REFUSED  # noqa: E402
-from tests.sweep import RANKS, TOLERANCE, WORSE, Row, sweep  # noqa: E402
 
 HEAD = f"""\
 # Models

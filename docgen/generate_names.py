@@ -1,4 +1,4 @@
-"""Write the tables of docs/coming_from_*.md from config/other_names.ini: `python docgen/generate_names.py`."""
+"""Write the tables of docs/coming_from_*.md from config/other_names.ini: `python -m docgen`."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 TITLES = {"trl": "TRL", "verl": "verl", "prime_rl": "prime-rl", "slime": "slime"}
 
 
-def page(trainer: str) -> str:
+def names_page(trainer: str) -> str:
     """Return the page of a trainer; its table comes last."""
     text = (DOCS / f"coming_from_{trainer}.md").read_text(encoding="utf-8")
     head, options, rest = text.partition("## Options\n")
@@ -20,8 +20,3 @@ def page(trainer: str) -> str:
 def _row(name: str, here: str, note: str) -> str:
     name = name.removeprefix("actor_rollout_ref.")  # docs/coming_from_verl.md says so
     return f"| `{name}` | {here if here == NONE else f'`{here}`'} | {note} |\n".replace("|  |", "| |")
-
-
-if __name__ == "__main__":
-    for name in TITLES:
-        (DOCS / f"coming_from_{name}.md").write_text(page(name), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md from benchmarks/results: `python docgen/generate_performance.py`."""
+"""Write the tables of docs/performance.md from benchmarks/results: `python -m docgen`."""
 
 import json
 import re
@@ -99,7 +99,3 @@ def digits(value: float) -> str:
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(performance_page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the recipes and the memory estimate: `python docgen/generate_recipes.py`.
+"""Write docs/recipes.md from the recipes and the memory estimate: `python -m docgen`.
 
 The first comment of a recipe is one sentence: what it trains. A line `# Hardware: ...` names its hardware. A test
 checks that the page is up to date and that everything fits.
@@ -6,9 +6,7 @@ checks that the page is up to date and that everything fits.
 
 # ruff: noqa: E501 - rows of tables are long
 
-import logging
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +14,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-sys.path.insert(0, str(ROOT))
-
-from fsdptrain.config import Config  # noqa: E402
-from fsdptrain.config.checks import check_world_size  # noqa: E402
-from fsdptrain.config.recipe import load_recipe  # noqa: E402
-from fsdptrain.megatron.config import MegatronConfig  # noqa: E402
-from fsdptrain.memory.estimate import (  # noqa: E402
+from fsdptrain.config import Config
+from fsdptrain.config.checks import check_world_size
+from fsdptrain.config.recipe import load_recipe
+from fsdptrain.megatron.config import MegatronConfig
+from fsdptrain.memory.estimate import (
     GIB,
     MARGIN,
     Machine,
@@ -33,9 +27,11 @@ from fsdptrain.memory.estimate import (  # noqa: E402
     estimate,
     with_margin,
 )
-from fsdptrain.tools.inspect.inspection import meta_model  # noqa: E402
-from fsdptrain.vllm.config import VllmConfig  # noqa: E402
-from tests.recipe_headers import RECIPES, Header, read_header  # noqa: E402
+from fsdptrain.tools.inspect.inspection import meta_model
+from fsdptrain.vllm.config import VllmConfig
+from tests.recipe_headers import RECIPES, Header, read_header
+
+ROOT = Path(__file__).parents[1]
 
 # GiB by GB: of the smallest cards of this size (T4, A10G, A40, A100 and others), without CUDA context and NCCL
 USABLE = {8: 6.0, 12: 10.0, 16: 13.0, 24: 21.0, 48: 42.0, 80: 77.0}
@@ -255,8 +251,3 @@ def _row(file: Path) -> Iterator[str]:
 
 def _cell(text: str) -> str:
     return text.strip().replace("|", "\\|").rstrip(".")
-
-
-if __name__ == "__main__":
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    (DOCS / "recipes.md").write_text(recipes_page(), encoding="utf-8")

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RATIO = frozenset({"use_rollout_logprobs", "use_opsm", "opsm_delta"})  # read by every loss with an old policy
-MISMATCH = frozenset({"mismatch_correction", "mismatch_low", "mismatch_high"})
-OLD_POLICY = RATIO | MISMATCH
+OLD_POLICY = RATIO | {"mismatch_correction", "mismatch_low", "mismatch_high"}
 CLIP = frozenset({"eps_clip", "eps_clip_high"})
 
 

@@ -159,8 +159,9 @@ def transformer_config(
     whole, family = is_whole(config, megatron.spec), family_of(config)
     if megatron.spec is None and not whole:
         _refuse_unknown(config)
-    layers = (
-        {
+    layers: dict[str, Any] = {"num_attention_heads": 1}
+    if not whole:
+        layers = {
             "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # absent: only experts
             "num_attention_heads": config.num_attention_heads,
             "num_query_groups": config.num_key_value_heads,
@@ -172,9 +173,6 @@ def transformer_config(
             "layernorm_zero_centered_gamma": family.gated,
             **family.special(config),
         }
-        if not whole
-        else {"num_attention_heads": 1}
-    )
     values = _ALWAYS | {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -205,12 +203,14 @@ def transformer_config(
             "moe_aux_loss_coeff": 0.0,
             "expert_tensor_parallel_size": megatron.tensor_parallel,
         }
-    if whole and max(megatron.tensor_parallel, megatron.expert_parallel) > 1:
+    _refuse_stages(config.num_hidden_layers, megatron)
+    if not whole:
+        _refuse_split(config, megatron, values, on_cpu=on_cpu)
+    elif max(megatron.tensor_parallel, megatron.expert_parallel) > 1:
         raise ConfigError(
             "--megatron-tensor-parallel and --megatron-expert-parallel split layers of megatron-core, and this "
             f"{config.model_type} has whole layers of transformers: remove them"
         )
-    _refuse_split(config, megatron, values, on_cpu=on_cpu)
     with quiet_megatron():
         return TransformerConfig(**values)
 
@@ -253,13 +253,12 @@ def _refuse_unknown(config: PreTrainedConfig) -> None:
 def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, values: dict[str, Any], *, on_cpu: bool) -> None:
     """Reject parallel sizes that the model does not allow. values: options of the TransformerConfig."""
     tensor, experts, choice = megatron.tensor_parallel, megatron.expert_parallel, expert_choice(config)
-    _refuse_stages(config.num_hidden_layers, megatron)
     widths = ["ffn_hidden_size"] * (0 in values.get("moe_layer_freq", [0]))
     widths += [name for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if name in values]
     counts = [
-        ("tensor", tensor, "key-value heads", values.get("num_query_groups", 1)),
+        ("tensor", tensor, "key-value heads", values["num_query_groups"]),
         ("tensor", tensor, "attention heads", values["num_attention_heads"]),
-        *(("tensor", tensor, "columns of each MLP", values.get(name, 0)) for name in widths),
+        *(("tensor", tensor, "columns of each MLP", values[name]) for name in widths),
         *([("expert", experts, "experts", choice.num_experts)] if choice else []),
     ]
     for flag, size, what, count in counts:

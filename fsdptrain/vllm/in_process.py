@@ -42,8 +42,7 @@ from fsdptrain.vllm.options import (
 from fsdptrain.vllm.requests import Request, Requests
 
 _RESERVED = frozenset(
-    {"skip_tokenizer_init", "distributed_executor_backend", "worker_cls"}
-    | {"pipeline_parallel_size", "data_parallel_size", "scheduling_policy"}
+    {"skip_tokenizer_init", "distributed_executor_backend", "worker_cls", "pipeline_parallel_size", "scheduling_policy"}
 )
 CPU_WORKER = "fsdptrain.vllm.worker.cpu_worker.Worker"
 _STEP, _SYNC = "a step of --rollout-engine vllm", "a weight sync to --rollout-engine vllm"

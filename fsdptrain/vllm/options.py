@@ -21,7 +21,7 @@ from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.config import VllmConfig
 
-_RESERVED = frozenset({"model", "dtype", "load_format", "logprobs_mode", "enable_lora"})
+_RESERVED = frozenset({"model", "dtype", "load_format", "logprobs_mode", "enable_lora", "data_parallel_size"})
 _DRAFTS = ("ngram", "suffix")  # methods of speculative decoding without weights
 # No telemetry; threads sleep while they wait: spinning ones made generation on shared cores 7 to 9 times slower.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_WAIT_POLICY": "PASSIVE"}

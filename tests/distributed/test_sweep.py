@@ -15,7 +15,7 @@ from tests.sweep import Row, sweep
 DOCS = Path(__file__).parents[2] / "docs"
 MADE = runpy.run_path(str(DOCS.parent / "docgen" / "generate_models.py"))
 PAGE = (DOCS / "models.md").read_text(encoding="utf-8")
-AGAIN = "run: python docgen/generate_models.py"
+AGAIN = "run: python -m docgen.generate_models"
 TRAINED = [name for members in families.FAMILIES.values() for name in members]
 KINDS = {name: kind for kind, members in families.FAMILIES.items() for name in members}
 WHY = {  # in the line that refuses it

@@ -20,11 +20,11 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, LogProbsFunction
-from fsdptrain.features.meta import meta_model_of
 from fsdptrain.features.model_parallel.plan import split_model, split_plan_of
 from fsdptrain.fsdp.expert_shards import is_split
 from fsdptrain.fsdp.mesh import EXPERT, TENSOR, Meshes
 from fsdptrain.model.loading.materialize import local_part
+from fsdptrain.model.loading.meta import build_meta_model
 from fsdptrain.model.probes.head import check_backward
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.vocab_parallel import vocab_parallel_logprobs
@@ -38,7 +38,8 @@ class ModelParallelFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "ModelParallelFeature":
-        model = meta_model_of(checkpoint, config)
+        trust = config.model.trust_remote_code
+        model = build_meta_model(checkpoint, trust_remote_code=trust, attn_implementation="eager")
         with raise_on_all_ranks(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
             split_plan_of(model, config)
         return cls()

@@ -17,7 +17,6 @@ from transformers.distributed import tensor_parallel
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.meta import projected_heads
 from fsdptrain.fsdp.expert_shards import is_split
 from fsdptrain.fsdp.mesh import EXPERT
 from fsdptrain.model.sizes import layer_config
@@ -156,7 +155,7 @@ def _check_heads(model: PreTrainedModel, plan: Styles, size: int) -> None:
         "attention heads": getattr(text, "num_attention_heads", None),
         "key-value heads": getattr(text, "num_key_value_heads", None),
     }
-    counts |= {f"heads of {name}": n for name, n in projected_heads(model) if plan.get(name) == "colwise"}
+    counts |= {f"heads of {name}": n for name, n in _projected_heads(model) if plan.get(name) == "colwise"}
     for what, count in counts.items():
         if count and count % size:
             raise ConfigError(
@@ -214,3 +213,19 @@ def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMe
             if tensor.size() > 1 and any(is_split(p, EXPERT) for p in module.parameters(recurse=False)):
                 # FSDP registers its hook on the output: of a view, an in-place operation loses it
                 module.register_forward_hook(lambda module, args, output: output.clone())
+
+
+def _projected_heads(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Yield (name, heads) for each query, key or value projection of a decoder layer.
+
+    The attention module must have `head_dim`. In some families the number of heads of a layer differs from that in the
+    config (Gemma 4, Laguna).
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module in (module for layer in decoder_layers(model) for module in layer.modules()):
+        width = vars(module).get("head_dim")
+        for child_name, child in module.named_children():
+            if child_name in ("q_proj", "k_proj", "v_proj") and isinstance(child, nn.Linear) and isinstance(width, int):
+                heads, rest = divmod(child.weight.shape[0], width)
+                if not rest:
+                    yield names[child], heads

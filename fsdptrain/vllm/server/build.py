@@ -28,8 +28,8 @@ from fsdptrain.vllm.weight_file import SHARED_MEMORY, WeightFile, folder_name
 _START_SHARE = 0.8  # of --dist-timeout, after which the other ranks wait no longer
 API_KEY = "ROLLOUT_API_KEY"  # environment variable, for servers that run already
 _RESERVED = frozenset(
-    {"host", "port", "api_key", "hf_token", "scheduling_policy", "data_parallel_size"}
-    | {"tokens_only", "enable_scale_out", *PLUGIN, *MIDDLEWARE}
+    {"host", "port", "api_key", "hf_token", "scheduling_policy", "tokens_only", "enable_scale_out"}
+    | {*PLUGIN, *MIDDLEWARE}
 )
 
 
