@@ -51,7 +51,7 @@ def dry_run(resolved: Resolved) -> None:
         check_sizes(config)
     lines = _read_parts(config) if unchecked else _prepare(config, world_size, local)
     lines += [] if world_size is None else draw_grid(config, world_size)
-    lines += [*(f"not checked: {line}" for line in unchecked), "ok"]
+    lines += [*(f"not checked: {line}" for line in unchecked), "ok so far" if unchecked else "ok"]
     if resolved.config.launch.dry_run == "full":
         sys.stdout.write(to_yaml(config, resolved.sources))
         lines = [f"# {line}" for line in lines]

@@ -21,6 +21,8 @@ def import_attribute(path: str, *, flag: str) -> Any:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # console scripts do not add the current directory; `python -m` does
     try:
+        if file and not file.exists():
+            raise FileNotFoundError("there is no such file")
         module = importlib.import_module(file.stem if file else name)
         if file and not (module.__file__ and file.samefile(module.__file__)):
             raise ImportError(f"another module is named {file.stem}: rename the file")

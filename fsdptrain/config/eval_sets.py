@@ -34,7 +34,7 @@ def eval_sets(config: "Config") -> dict[str, "Config"]:
     """
     named = {name: {"prompt_data": data} for name, data in parse_sets(config.data.eval_prompt_data)}
     sets: dict[str, dict[str, Any]] = {**named} or {UNNAMED: {}}
-    for name, setting, value in _settings(config):
+    for name, setting, value in settings_of(config.data.eval_set_options):
         own = {"reward_key": None} if setting == "reward" else {}  # its rewards score all its rows
         sets[name] |= {SETTINGS[setting]: _value(setting, value), **own}
     return {name: config.with_values(**values) for name, values in sets.items()}
@@ -61,11 +61,12 @@ def problems(config: "Config") -> Iterator[Problem]:
 
 
 def _problems_of_settings(config: "Config", sets: Mapping[str, str], names: list[str]) -> Iterator[Problem]:
-    for name, setting, value in _settings(config):
+    settings = list(settings_of(config.data.eval_set_options))
+    for name, setting, value in settings:
         where, data = f"--eval-set-options {name}.{setting}", sets.get(name)
         if data is None:
             line = f"{where} has no effect: it is SET.SETTING=VALUE, SET one of {', '.join(sets)}"
-            keeps = any(other in names for other, *_ in _settings(config))  # a flag takes the effect of all, or of none
+            keeps = any(other in names for other, *_ in settings)  # a flag takes the effect of all, or of none
             yield line if keeps else NoEffectError(line, "eval_set_options")
         elif not config.generates and setting not in _OF_ROWS:
             yield NoEffectError(f"{where} has no effect with --algorithm sft: remove it", "eval_set_options")
@@ -79,9 +80,9 @@ def _problems_of_settings(config: "Config", sets: Mapping[str, str], names: list
             yield f"{where}: {error}"
 
 
-def _settings(config: "Config") -> Iterator[tuple[str, str, Any]]:
+def settings_of(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield set, setting and value of `set.setting: value`, and of `set: {setting: value}`."""
-    for path, value in config.data.eval_set_options.items():
+    for path, value in options.items():
         for setting, each in value.items() if isinstance(value, Mapping) else [("", value)]:
             name, _, last = f"{path}.{setting}".rstrip(".").rpartition(".")
             yield name, last, each

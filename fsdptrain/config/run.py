@@ -48,8 +48,8 @@ class RunConfig(Section):
     seed: Annotated[int, REFUSED] = Field(default=0, gt=-(2**62), lt=2**62)
     """Seed of everything except sampling and the order of prompts (--rollout-seed)."""
     resume: str = Field(default="auto", min_length=1)
-    """`auto`: resume from the newest checkpoint in output_dir, if any; a changed model, algorithm, data or reward is
-    rejected. `never`: fail if output_dir is in use. Or a checkpoint folder to resume from, which allows any changes."""
+    """`auto`: resume from the newest checkpoint in output_dir, if any (Ctrl-C saves one); a changed model, algorithm,
+    data or reward is rejected. `never`: fail if output_dir is in use. Or a checkpoint folder, which allows changes."""
     save_interval: Annotated[int, Requires("keep_last")] = Field(default=50, ge=0)
     """Rollouts between checkpoints. 0: only the last one, and any kept by --keep-best; none if --keep-last is 0."""
     keep_last: int = Field(default=2, ge=0)

@@ -19,6 +19,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
 
 GENERATOR = "reasoning_gym:"
+FROM_PYTHON = "python:"  # begins the name of rows that `Trainer` got as objects
 NUM_GENERATED = 100_000  # rows, unless the data names a size: reasoning_gym:TASK?size=5000
 
 
@@ -39,6 +40,8 @@ def load_rows(
     options = parse_options(query, flag=flag)
     if name.startswith(GENERATOR):
         return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": NUM_GENERATED, **options}, flag=flag)
+    if name.startswith(FROM_PYTHON):
+        raise ConfigError(f"{flag} {name}: the run got these rows as a Python object; name a file with them")
     from fsdptrain.data.tables import as_rows, folder_of, load_table
 
     table, path = load_table(name, options, flag=flag), Path(name)

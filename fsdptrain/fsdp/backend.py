@@ -30,7 +30,7 @@ from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.policy import evaluating, policy_logprobs
 from fsdptrain.model.probes.head import check_backward, check_head
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
-from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch, Truncation
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch, Truncation
 
 if TYPE_CHECKING:
     from fsdptrain.fsdp.stash import HostStash
@@ -151,6 +151,8 @@ class FSDPBackend:
         for batch in batches:
             moved = batch.to(self.device)
             output = loss(moved, self._logprobs(moved, with_entropy=True).for_loss(config), config)
+            if not isinstance(output, LossOutput):
+                raise ConfigError(f"--loss returned {type(output).__name__}, not LossOutput: return policy_loss(...)")
             self._optimizer.scale(output.loss).backward()
             sums.add(output.metrics)
         norm = self._optimizer.clip().to(self.device)

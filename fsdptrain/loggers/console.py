@@ -70,7 +70,7 @@ class ConsoleLogger:
             resume_hint = f"rerun the same command to resume after step {step_of(saved[-1])}"
             run = self._info.config and self._info.config.run
             if run and (run.stop_when or run.early_stop_evals):
-                resume_hint += ", with another limit if an option ended it"
+                resume_hint = f"the newest checkpoint is of step {step_of(saved[-1])}"
         _print(f"stopped after step {self._last_step} of {self._info.total_steps}, {end}; {resume_hint}")
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> bool:

@@ -3,13 +3,14 @@
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.checkpoints import CONFIG_FILE, EXPORT, PROGRESS_FILE, list_checkpoints
 from fsdptrain.cli import is_rank_0, train
 from fsdptrain.commands import is_run, newest_checkpoint
-from fsdptrain.config.eval_sets import parse_sets
+from fsdptrain.config.eval_sets import parse_sets, settings_of
 from fsdptrain.config.flags import RECIPE, Option, asks_for_help, config_options, parse
 from fsdptrain.config.keys import all_keys, flatten
 from fsdptrain.config.recipe import read_recipe
@@ -82,12 +83,15 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
         rows += ["--prompt-data", sets[0]]
     if data is not None and "eval_prompt_data" not in given and data != "environment":
         rows, sets = [*rows, "--eval-prompt-data", data], [data]
-    if "eval_size" not in given:
-        rows += _all_rows(named if "eval_set_options" not in given else [], sets)
+    if "eval_set_options" not in given:
+        rows += _set_options(dict(named), values, all_rows="eval_size" not in given)
+    rows += ["--eval-size", str(ALL)] * ("eval_size" not in given and _are_files(sets))
     output = Path(given.get("output_dir") or _unused(f"runs/{name}-eval"))
     flags = ["--num-rollout", "0", "--no-export", "--eval-interval", "1"]
-    if model[0] == RECIPE.flag and values.get("lora_init"):  # the checkpoint or the export holds the trained adapter
-        flags += ["--lora-init", "None"]
+    if model[0] == RECIPE.flag:  # its checkpoint or export has the adapter; its limits may name sets of the run
+        flags += [
+            f"{all_keys()[key].flag}=None" for key in ("lora_init", "eval_metric", "stop_when") if values.get(key)
+        ]
     if values.get("algorithm") != "sft":  # a supervised run computes a loss, and generates nothing
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
@@ -98,12 +102,18 @@ def _only_trains(key: str) -> bool:
     return key == "log_num_samples" or (section in TRAINING and key not in OF_EVALUATION)
 
 
-def _all_rows(named: Sequence[tuple[str, str]], sets: Sequence[str]) -> list[str]:
-    """Return the options that score all rows of files; generated data have too many."""
-    if sets and not any(source.startswith("reasoning_gym:") for source in sets):
-        return ["--eval-size", str(ALL)]
-    files = [f"{name}.size={ALL}" for name, source in named if not source.startswith("reasoning_gym:")]
-    return ["--eval-set-options", *files] if files else []
+def _are_files(sources: Sequence[str]) -> bool:
+    """Whether all rows can be scored; generated data have too many."""
+    return bool(sources) and not any(source.startswith("reasoning_gym:") for source in sources)
+
+
+def _set_options(named: Mapping[str, str], values: Mapping[str, Any], *, all_rows: bool) -> list[str]:
+    """Return the settings of the run for these sets, and what scores all rows of files beside generated ones."""
+    settings = settings_of(values.get("eval_set_options") or {})
+    kept = [f"{name}.{setting}={json.dumps(value)}" for name, setting, value in settings if name in named]
+    if all_rows and not _are_files([*named.values()]):
+        kept += [f"{name}.size={ALL}" for name, source in named.items() if _are_files([source])]
+    return ["--eval-set-options", *kept] if named else []
 
 
 def _unused(folder: str) -> str:

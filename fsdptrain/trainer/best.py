@@ -93,6 +93,7 @@ class Evaluations:
         if self.best is not None:
             step, value = self.best
             kept = "".join(f", in {path}" for path in list_checkpoints(run) if step_of(path) == step)
+            kept += ", before training" if step == 0 else ""
             log.info("best %s: %g at step %d%s", self.metric, value, step, kept)
 
 

@@ -9,6 +9,7 @@ from fsdptrain.config import Config, DataConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.other_names import advice
 from fsdptrain.config.presets import preset_values
+from fsdptrain.data.sources import FROM_PYTHON
 from fsdptrain.errors import ConfigError
 
 _ARGUMENTS = {"advantage_estimator": "advantage", "rollout_engine": "engine"}  # of `Trainer`, by option
@@ -83,6 +84,8 @@ def _with_paths(config: Config, given: Mapping[str, Any]) -> Config:
     was_set = {flat for flat, key in all_keys().items() if key.name in config.named(key.section).model_fields_set}
     equal = {flat: config.value(flat) for flat in was_set - preset.keys()}  # also those that equal the default
     values: dict[str, Any] = config.changed_values | equal | paths
+    if "reward" in paths:
+        values["reward"] = [paths["reward"]]
     return Config(**values)
 
 
@@ -99,7 +102,7 @@ def _with_rows(config: Config) -> Config:
         raise ConfigError(
             f"--prompt-data {config.data.prompt_data} and Trainer(dataset=...) are both given: choose one"
         )
-    return config.with_values(prompt_data="dataset")
+    return config.with_values(prompt_data=f"{FROM_PYTHON}dataset")
 
 
 def _with_evaluation_rows(config: Config) -> Config:
@@ -108,4 +111,4 @@ def _with_evaluation_rows(config: Config) -> Config:
         raise ConfigError(f"{given} are both given: choose one")
     if not config.evaluates:
         raise ConfigError("Trainer(eval_dataset=...) has no effect: --eval-interval or --eval-size is 0")
-    return config.with_values(eval_prompt_data=["eval_dataset"])
+    return config.with_values(eval_prompt_data=[f"{FROM_PYTHON}eval_dataset"])

@@ -82,6 +82,7 @@ class Trainer:
             raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft")
         objects = {
             "environment": environment,
+            "reward": reward,
             "loss": loss,
             "advantage_estimator": advantage,
             "rollout_engine": engine,

@@ -56,11 +56,12 @@ def test_a_finished_run_is_scored_on_all_rows_of_other_data_with_other_options(r
 
 @pytest.mark.parametrize("data", ["rows.jsonl", "reasoning_gym:spell_backward"])
 def test_what_a_run_says_of_its_own_data_does_not_hinder_other_data(data: str, run: Path, tmp_path: Path) -> None:
+    two = ["--eval-prompt-data", "a=a.jsonl", "b=b.jsonl", "--eval-set-options", "b.samples=2", "a.temperature=0"]
     trained_on = [
         ["--prompt-data", "x.csv", "--input-key", "question"],
         ["--prompt-data", "reasoning_gym:spell_backward?max_word_len=6&size=500"],
         ["--prompt-data", "a/b?split=train[:9]", "--input-key", "question"],
-        ["--eval-prompt-data", "a=a.jsonl", "b=b.jsonl", "--eval-set-options", "b.samples=2"],
+        [*two, "--eval-metric", "eval/b/accuracy", "--stop-when", "eval/b/accuracy>0.9"],
     ]
     for number, flags in enumerate(trained_on):
         shutil.copytree(run / "checkpoints", tmp_path / str(number) / "checkpoints")
@@ -68,6 +69,8 @@ def test_what_a_run_says_of_its_own_data_does_not_hinder_other_data(data: str, r
         (tmp_path / str(number) / "config.yaml").write_text(to_yaml(config))
         arguments, _ = run_arguments([str(tmp_path / str(number)), "--prompt-data", data])
         assert resolve(arguments).config.data.prompt_data == data
+    [only] = eval_sets(resolve(run_arguments([str(tmp_path / "3"), two[0], two[2]])[0]).config).values()
+    assert only.run.n_samples_per_eval_prompt == 2
     mixed = ["--eval-prompt-data", "a=reasoning_gym:spell_backward", "b=b.jsonl"]
     sets = eval_sets(resolve(run_arguments([str(run / "hf"), *mixed])[0]).config)
     assert [sets[name].data.eval_size for name in "ab"] == [None, ALL]  # None: 128

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from fsdptrain import Callback, Config, RunResult, Trainer, load_recipe
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.checkpoints import list_checkpoints, step_of
+from fsdptrain.data.sources import load_rows
 from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.fsdp.optimizers import adamw
 from fsdptrain.fsdp.shards import local_shard
@@ -101,6 +102,9 @@ def test_config_yaml_holds_the_running_configuration_with_which_the_same_command
     assert trainer.config == running
     assert (options.rollout.engine, running.rollout.engine) == ("auto", "hf")
     assert load_recipe(tmp_path / "config.yaml") == running
+    assert running.reward.reward == [f"{__name__}:vowels"]  # what `fsdptrain eval` scores with
+    with pytest.raises(ConfigError, match=r"^--prompt-data python:dataset: the run got these rows as a Python object"):
+        load_rows(running.data, seed=0)
     assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
     caplog.clear()
     assert Trainer(options, reward=vowels, dataset=ROWS).fit().step == 1
@@ -189,6 +193,11 @@ def test_an_error_of_one_rank_is_one_line_on_the_others(checkpoint, tmp_path):
     [first, second] = spawn(2, failed, checkpoint, tmp_path)
     assert first == "another rank has ended, hangs or is cut off (--dist-timeout)"
     assert "only here" in second
+
+
+def test_a_loss_that_returns_something_else_is_an_error_that_names_it(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"^--loss returned Tensor, not LossOutput: return policy_loss"):
+        Trainer(config(checkpoint, tmp_path), dataset=ROWS, loss=lambda *_: torch.zeros(())).fit()
 
 
 def grpo_again(batch, logprobs, config):

@@ -48,7 +48,10 @@ def test_a_path_to_a_file_is_a_name(tmp_path, monkeypatch):
         right(None, "x")
     assert describe(raised.value).endswith("(acme_rewards.py:4)")  # the line of the user, not of json
     resolve("acme_logger:AcmeLogger", {}, flag="--x")
-    for other, reason in [("acme_logger", "another module is named acme_logger: rename"), ("acme_none", "No module")]:
+    for other, reason in [
+        ("acme_logger", "another module is named acme_logger: rename"),
+        ("acme_none", "there is no such file"),
+    ]:
         with pytest.raises(ConfigError, match=f"{other}.py:right: {reason}.*; use package.*, or folder/file.py:attr"):
             resolve(f"{tmp_path}/{other}.py:right", {}, flag="--x")
 
