@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "transformers", "numpy", "trl", "liger-kernel")
 def header() -> dict[str, Any]:
     """Return the command, commit, machine with its load, and versions, for the start of a report."""
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
         "commit": _commit(),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **versions()},

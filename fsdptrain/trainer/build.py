@@ -99,6 +99,8 @@ def prepare(
             data_name, key = config.data.prompt_data, config.data.reward_key
             has_environment = environment is not None
             summed = build_reward(config.reward, prompt_data=data_name, has_environment=has_environment, key=key)
+            if config.generates and "auto" in config.reward.reward:
+                log.info("--reward auto: %s", ", ".join(part.name for part in summed.components))
         elif config.data.reward_key is not None:
             raise ConfigError("--reward-key chooses among rewards of --reward, and Trainer(reward=...) replaces them")
         else:

@@ -142,7 +142,7 @@ def test_a_dry_run_says_what_was_set_and_what_was_read(fsdptrain, tmp_path):
     length, split = ["--rollout-max-response-len", "300"], ["--nproc-per-node", "8", "--tensor-parallel-size"]
     done = fsdptrain(*flags, *length, "--no-bf16")
     assert (done.code, done.err) == (0, "")
-    *options, data, prompt, longest, memory, last = done.out.splitlines()
+    *options, data, prompt, longest, reward, memory, last = done.out.splitlines()
     assert [line.split() for line in options] == [
         *(["--hf-checkpoint", "model", "flag"], ["--no-bf16", "flag"], ["--prompt-data", "rows.jsonl", "flag"]),
         ["--kl-loss-coef", "0.001", "preset"],
@@ -152,7 +152,7 @@ def test_a_dry_run_says_what_was_set_and_what_was_read(fsdptrain, tmp_path):
     assert prompt == "prompt of 15 tokens: '<|user|>What is 0+0?<|end|><|assistant|>'"
     assert longest == "the longest of 29: 17 tokens, 1 longer than 724 are skipped"
     assert re.fullmatch(r"planned memory of 91008 parameters: \S+ of \S+ GiB on the host", memory)
-    assert last == "ok"
+    assert (reward, last) == ("--reward auto: math", "ok")
     sft = fsdptrain(*flags, "--algorithm", "sft", "--no-bf16")
     assert "sample of 17 tokens: '<|user|>What is 0+0?<|end|><|assistant|>0<|end|>'\n" in sft.out
     for more, message in (
