@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.megatron import cases, training
 from tests.megatron.training import backend_of, masters, pack, state, steps, weights, whole_gradient
+from tests.tensors import load_files
 from tests.testing import spawn
 
 
@@ -75,6 +76,17 @@ def test_gradients_are_those_of_float32_but_for_rounding(model: Path) -> None:
     assert torch.cosine_similarity(rounded, exact, dim=0) > 0.99
     assert half == pytest.approx(single, rel=3e-2)
     assert half != pytest.approx(single, rel=1e-5)
+
+
+def begun(folder: Path) -> dict[str, Tensor]:
+    return weights(backend_of(folder, bf16=True))
+
+
+def test_what_is_never_trained_keeps_its_digits_in_whole_layers(tmp_path: Path) -> None:
+    folder = cases.save("ernie4_5_moe", tmp_path / "model")
+    ((found,), files) = spawn(1, begun, folder), load_files(folder)
+    exact = {name for name in found if torch.equal(found[name], files[name])}
+    assert exact == {"model.layers.1.mlp.moe_statics.e_score_correction_bias"}
 
 
 def step(folder: Path, recompute: bool) -> tuple[int, int, float]:

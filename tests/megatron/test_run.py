@@ -78,13 +78,17 @@ def test_what_one_backend_has_exported_goes_on_alike_on_both(made_by: str, both,
     assert_same(on_megatron, on_fsdp)
 
 
-@pytest.mark.matrix
-def test_a_checkpoint_of_split_experts_is_exported_by_one_process(both, tmp_path) -> None:
-    checkpoint = both.folder / "megatron" / "run" / "checkpoints" / "step_00000005"
-    argv = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "hf")]
-    result = command.run(argv, tmp_path)
+def exported_again(run: Path) -> dict[str, torch.Tensor]:
+    """The last checkpoint, exported by one process."""
+    argv = ["export", "--checkpoint", str(run / "checkpoints" / "step_00000005"), "--output", str(run / "again")]
+    result = command.run(argv, run.parent)
     assert result.code == 0, result.err
-    assert same(load_files(tmp_path / "hf"), load_files(both.exported("megatron")))
+    return load_files(run / "again")
+
+
+@pytest.mark.matrix
+def test_a_checkpoint_of_split_experts_is_exported_by_one_process(both) -> None:
+    assert same(exported_again(both.folder / "megatron" / "run"), load_files(both.exported("megatron")))
 
 
 @pytest.mark.matrix
@@ -105,6 +109,23 @@ def test_in_bfloat16_a_run_begins_as_on_fsdp_and_goes_on_bitwise(moe, tmp_path) 
 
 
 STAGES = ("--megatron-pipeline-parallel", "2")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["cohere2", "nemotron_h", "ernie4_5_moe"])
+def test_whole_layers_go_on_bitwise_and_are_exported_as_on_fsdp(family: str, tmp_path: Path) -> None:
+    checkpoint = cases.save(family, tmp_path / "model")
+    fsdp = run(checkpoint, tmp_path / "fsdp", "--num-rollout", "1", bf16=True)
+    megatron = run(checkpoint, tmp_path / "megatron", *MEGATRON, *STAGES, bf16=True)
+    runs = Runs(tmp_path, fsdp, megatron)
+    again = runs.taken_back(tmp_path / "again")
+    assert_same(run(checkpoint, again, *MEGATRON, *STAGES, bf16=True)[-2:], megatron[-2:], rel=0, abs=0)
+    found, wanted = (load_files(runs.exported(name)) for name in ("megatron", "fsdp"))
+    assert same(found, load_files(again / "run" / "hf"))
+    assert same(found, exported_again(again / "run"))
+    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in wanted.items()}
+
+
 SPLITS = {
     "qwen3_5_moe": ("--megatron-expert-parallel", "2"),
     # which gathers again in the backward pass
