@@ -24,8 +24,10 @@ _PACKAGES = ("torch", "transformers", "numpy", "trl", "liger-kernel")
 
 def header() -> dict[str, Any]:
     """Return the command, commit, machine with its load, and versions, for the start of a report."""
+    module = sys.modules["__main__"].__spec__  # of `python -m`
+    program = ["-m", module.name] if module else [os.path.relpath(sys.argv[0], ROOT)]
     return {
-        "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "command": shlex.join(["python", *program, *sys.argv[1:]]),
         "commit": _commit(),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **versions()},
