@@ -100,8 +100,8 @@ class Endpoint:
 
     async def _handled(self, handle: Handler, request: Request) -> Response:
         try:
-            key = _key(request)
-            if not self._episodes.is_open(key):
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not self._episodes.is_open(key):
                 raise CallError(401, "the API key belongs to no open episode", code="invalid_api_key")
             return await handle(request, key)
         except ClientDisconnect:
@@ -146,11 +146,6 @@ class Endpoint:
     async def _models(self, request: Request, key: str) -> Response:
         description = {"id": self._episodes.model, "object": "model", "created": 0, "owned_by": "fsdptrain"}
         return JSONResponse({"object": "list", "data": [description]})
-
-
-def _key(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else ""
 
 
 async def _disconnect(request: Request) -> None:

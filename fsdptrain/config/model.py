@@ -114,7 +114,7 @@ class OptimConfig(Section):
     lr_decay_iters: Annotated[int | None, Requires(_DECAYING)] = Field(default=None, ge=1)
     """Optimizer steps until the learning rate is --min-lr. Default: all steps of the run."""
     lr_warmup_iters: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up of the learning rate."""
+    """Optimizer steps of linear warm-up of the learning rate. The first has the rate 0, as in transformers."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay, decoupled from the gradient except with sgd."""
     adam_beta1: Annotated[float, _NO_SGD] = Field(default=0.9, ge=0.0, lt=1.0)

@@ -107,7 +107,8 @@ class HFMixer(nn.Module):
 
     def _mix(self, x: Tensor, seqlens: Sequence[int] | None) -> Tensor:
         """Apply the mixer: [B, S, D] -> [B, S, D]. seqlens: lengths of the sequences in the row of a pack."""
-        if seqlens is None or not self._is_recurrent or _keeps_packs_apart(x.device):
+        has_kernels = x.device.type != "cpu" and all(find_spec(name) is not None for name in _PACKED_KERNELS)
+        if seqlens is None or not self._is_recurrent or has_kernels:
             return self._call(x, seqlens)
         rows = pad_sequence(list(x[0].split(list(seqlens))), batch_first=True)
         return torch.cat([row[:n] for row, n in zip(self._call(rows, None), seqlens, strict=True)])[None]
@@ -136,10 +137,6 @@ def _seqlens(packed: "PackedSeqParams") -> tuple[int, ...]:
     if "seqlens" not in known:
         known["seqlens"] = tuple(packed.cu_seqlens_q.diff().tolist())
     return known["seqlens"]
-
-
-def _keeps_packs_apart(device: torch.device) -> bool:
-    return device.type != "cpu" and all(find_spec(name) is not None for name in _PACKED_KERNELS)
 
 
 def layer_spec(

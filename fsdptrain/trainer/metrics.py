@@ -125,16 +125,16 @@ def mean_metrics(steps: Sequence[Metrics], num_tokens: Sequence[int]) -> Metrics
     found = {}
     for name in names:
         having = [(step[name], count) for step, count in zip(steps, num_tokens, strict=True) if name in step]
-        values, counts = [value for value, _ in having], [count for _, count in having]
-        found[name] = _combine(name, values, counts if name.startswith(_OF_TOKENS) else [1] * len(values))
+        values = [value for value, _ in having]
+        if name.endswith("_max") or name == "optim/skipped_steps":
+            found[name] = max(values)
+        elif name == "optim/lr":
+            found[name] = values[-1]
+        else:
+            weights = [count if name.startswith(_OF_TOKENS) else 1 for _, count in having]
+            found[name] = math.fsum(map(operator.mul, values, weights)) / sum(weights)
     return found
 
 
 def _reward(name: str) -> str:
     return f"reward/{name}"
-
-
-def _combine(name: str, values: Sequence[float], weights: Sequence[int]) -> float:
-    if name.endswith("_max") or name == "optim/skipped_steps":
-        return max(values)
-    return values[-1] if name == "optim/lr" else math.fsum(map(operator.mul, values, weights)) / sum(weights)

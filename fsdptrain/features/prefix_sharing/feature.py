@@ -17,7 +17,7 @@ from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.probes.layout import LayoutProbe, probe_segments
 from fsdptrain.model.rows import Layout
-from fsdptrain.types import PackedBatch, Sample
+from fsdptrain.types import PackedBatch
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ class PrefixSharingFeature(Feature):
         self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
     ) -> PackPlan:
         plan = plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
-        return replace(plan, finish=_share) if plan.shared > 0 else plan
+        if plan.shared == 0:
+            return plan
+        return replace(plan, finish=lambda batch, samples: replace(batch, shared=share_prefixes(samples)))
 
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> SharedPrefixRows | None:
         if batch.shared is None:
@@ -42,7 +44,3 @@ class PrefixSharingFeature(Feature):
         if layout != "packed" or attention not in PACKAGE_ATTENTION:
             raise NumericsError(f"shared prefixes need packs and the attention of fsdptrain, not {layout}, {attention}")
         return SharedPrefixRows(batch)
-
-
-def _share(batch: PackedBatch, samples: Sequence[Sample]) -> PackedBatch:
-    return replace(batch, shared=share_prefixes(samples))

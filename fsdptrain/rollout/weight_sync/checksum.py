@@ -3,7 +3,7 @@
 vLLM's workers import this module in their own environment: it needs only torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -50,16 +50,11 @@ def finish_checksums(started: Mapping[_K, StartedChecksum]) -> dict[_K, int]:
     for keys in by_device.values():
         sums = iter(torch.cat([started[key].sums for key in keys]).tolist())
         for key in keys:
-            one = started[key]
-            found[key] = _total(list(islice(sums, len(one.sums))), one)
+            total = started[key].numel
+            for block in islice(sums, len(started[key].sums)):
+                total = (total * (_ODD & _MASK) + block) & _MASK
+            found[key] = total
     return {key: found[key] for key in started}
-
-
-def _total(sums: Sequence[int], started: StartedChecksum) -> int:
-    total = started.numel
-    for block in sums:
-        total = (total * (_ODD & _MASK) + block) & _MASK
-    return total
 
 
 def _hashed(words: Tensor) -> Tensor:

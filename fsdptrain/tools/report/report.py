@@ -37,13 +37,12 @@ def report_rows(curves: Mapping[str, Curve]) -> list[Row]:
             metrics[name] = (f"{kind}{label}", max if kind == "accuracy" else min)
     metrics |= {"completion/length_mean": ("length [tokens]", None)}
     metrics |= {"selection/kept_fraction": ("share of groups kept", None)}
-    return [_row(label, curves[name], best) for name, (label, best) in metrics.items() if name in curves]
-
-
-def _row(label: str, curve: Curve, best: Best) -> Row:
-    points = [(int(step), value) for step, value in zip(*curve, strict=True)]
-    values = [value for _, value in points]
-    return Row(label, points[0], points[values.index(best(values))] if best else None, points[-1])
+    rows = []
+    for label, best, curve in ((*shown, curves[name]) for name, shown in metrics.items() if name in curves):
+        points = [(int(step), value) for step, value in zip(*curve, strict=True)]
+        values = [value for _, value in points]
+        rows.append(Row(label, points[0], points[values.index(best(values))] if best else None, points[-1]))
+    return rows
 
 
 def print_report(run: RunData, folder: Path, name: str = "") -> None:
