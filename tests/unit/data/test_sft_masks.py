@@ -206,6 +206,9 @@ def test_turns_and_rows_have_weights_and_0_is_a_mask(template: str, column: str,
     assert sample.loss_mask == sample_of(values, template).loss_mask == [weight > 0 for weight in sample.token_weights]
     for other in (template, THOUGHTS):
         assert sample_of(masked, other) == sample_of(values, other, loss_on="last")
+    for key in ("train", "loss", "trainable", "loss_mask", "step_loss_mask"):
+        by_name = {**values, column: [*chat[:first], {**chat[first], key: False}, *chat[first + 1 :]]}
+        assert sample_of(by_name, template) == sample_of(masked, template)
     with pytest.raises(UnusableRowError, match="has the weight 0, and --sft-loss-on all does not weight it"):
         sample_of(masked, template, loss_on="all")
     with pytest.raises(ConfigError, match=r"^--loss-aggregation sequence_mean: row .* which need token_mean"):
