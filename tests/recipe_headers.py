@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 RECIPES = sorted((Path(__file__).parents[1] / "fsdptrain" / "recipes").glob("*.yaml"))
@@ -25,11 +26,8 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    lines = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line[1:].removeprefix(" "))
+    header = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    lines = [line[1:].removeprefix(" ") for line in header]
     labels = dict(line.split(": ", 1) for line in lines if re.match(r"(Hardware|Time): ", line))
     commands = [line.strip() for line in lines if line.startswith("    ")]
     return Header(lines[0], tuple(commands), labels.get("Hardware", ""), labels.get("Time"))
