@@ -66,9 +66,8 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
         raise ConfigError("--checkpoint is missing, e.g. fsdptrain eval Qwen/Qwen3-4B --prompt-data x.jsonl")
     if "hf_checkpoint" in given:
         raise ConfigError("--hf-checkpoint: fsdptrain eval takes the model by --checkpoint; remove it")
-    for key in given.keys() & all_keys().keys():
-        if key == "log_num_samples" or (all_keys()[key].section in TRAINING and key not in OF_EVALUATION):
-            raise ConfigError(f"{all_keys()[key].flag} has no effect on fsdptrain eval: remove it")
+    for key in filter(_only_trains, given):
+        raise ConfigError(f"{all_keys()[key].flag} has no effect on fsdptrain eval: remove it")
     model, name = _model(given["checkpoint"])
     if "recipe" in given and model[0] == RECIPE.flag:
         raise ConfigError(f"--recipe: the options of {given['checkpoint']} are in {model[1]}; remove it")
@@ -96,6 +95,11 @@ def run_arguments(argv: Sequence[str]) -> tuple[list[str], Path]:
     if values.get("algorithm") != "sft":  # a supervised run computes a loss, and generates nothing
         flags += ["--log-num-samples", str(ALL)]
     return [*model, *rows, *without(argv, own), *flags, "--output-dir", str(output)], output
+
+
+def _only_trains(key: str) -> bool:
+    section = all_keys()[key].section if key in all_keys() else ""
+    return key == "log_num_samples" or (section in TRAINING and key not in OF_EVALUATION)
 
 
 def _are_files(sources: Sequence[str]) -> bool:
