@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import DataConfig
 from fsdptrain.data.prompts import check_template
 from fsdptrain.data.rows import as_messages
-from fsdptrain.data.text import render_chat, special_tokens, tokens_of
+from fsdptrain.data.text import render_chat, special_tokens, tokens_of, turn_end
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
@@ -123,6 +123,11 @@ class TurnRenderer:
         if text == silent or not text.startswith(turn):
             return None
         return self._render_after_turn([], generation=False) + text[len(turn) :]
+
+    @cached_property
+    def end(self) -> int | None:
+        """The token with which the chat template ends a turn of the model."""
+        return turn_end(self.tokenizer, self.data) if self.data.apply_chat_template else None
 
     @cached_property
     def _supports_tool_role(self) -> bool:

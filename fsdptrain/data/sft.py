@@ -151,14 +151,14 @@ def episode_tokens(
     renderer: TurnRenderer | None = None,
     loss_on: LossOn = "assistant",
 ) -> tuple[list[int], list[float]]:
-    """Return token ids (L,) and weights (L,) of a response. The loss covers it and the tokenizer's end token.
+    """Return token ids (L,) and weights (L,) of a response. The loss covers it and the token that ends a turn.
 
     The response is tokenized separately, after the prompt tokens, exactly as an engine would have to generate it. A
     label that is a list of messages is an episode after the prompt: the loss covers each assistant turn, and
     `renderer` renders the other messages as it renders observations. Too long samples are handled by
     `pack.drop_overlong`.
     """
-    end = end_token(tokenizer)
+    end = renderer.end if renderer is not None and renderer.end is not None else end_token(tokenizer)
     messages = episode_of(prompt)
     of_turns = turn_weights([*as_messages(prompt.source), *messages], loss_on)[-len(messages) :]
     token_ids, weights = list(prompt.token_ids), [float(loss_on == "all")] * len(prompt.token_ids)
@@ -166,10 +166,10 @@ def episode_tokens(
         first, *others = group
         if is_model:
             ids = tokens_of(messages[first]["content"], tokenizer)
-            ids += [] if ids[-1:] == [end] else [end]  # a text may have the end token
+            ids += [] if ids and ids[-1] in (end, tokenizer.eos_token_id) else [end]  # a text may have its end
         else:
             assert renderer is not None, "an episode needs a renderer"
-            ids = renderer.between(messages[first : first + len(others) + 1], last_token=end)
+            ids = renderer.between(messages[first : first + len(others) + 1], last_token=token_ids[-1])
         token_ids += ids
         weights += [of_turns[first]] * len(ids)
     return token_ids, weights

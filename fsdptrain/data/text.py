@@ -10,6 +10,8 @@ from fsdptrain.config import DataConfig
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import DataError
 
+_ANSWER = "FSDPTRAINSAID"
+
 
 def render_chat(
     messages: Sequence[Mapping[str, Any]],
@@ -65,6 +67,17 @@ def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return [token for token in whole if token == tokenizer.bos_token_id]
     start = next((i for i in range(len(whole)) if whole[i : i + len(ids)] == ids), 0)
     return whole[:start] + ids
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None:
+    """Return the special token with which the chat template ends a turn of the model; None if there is none."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = render_chat(chat, tokenizer, data)
+    except DataError:  # there is no template, or it needs something else
+        return None
+    special = special_tokens(tokenizer)
+    return next((token for token in tokens_of(text.partition(_ANSWER)[2], tokenizer) if token in special), None)
 
 
 def response_text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, stopped: bool) -> str:

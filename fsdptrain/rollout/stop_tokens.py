@@ -9,13 +9,12 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.text import render_chat, special_tokens
+from fsdptrain.data.text import turn_end
 from fsdptrain.distributed import one_line
-from fsdptrain.errors import CheckpointError, DataError
+from fsdptrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-_ANSWER = "FSDPTRAINSAID"
 _LACKED = "responses end at %s too: the chat template ends turns with it, but eos_token_id lacks it"
 _UNREAD = "responses are sampled without %s of generation_config.json, which training cannot follow"
 _IDLE = (  # of generation_config.json: they would change the distribution that tokens are trained under
@@ -57,18 +56,6 @@ def engine_tokenizer(checkpoint: Path, trust_remote_code: bool) -> PreTrainedTok
 @cache
 def _tell(line: str, words: str) -> None:
     log.info(line, words)
-
-
-def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None:
-    """Return the special token with which the chat template ends a turn of the model; None if there is none."""
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = render_chat(chat, tokenizer, data)
-    except DataError:  # there is no template, or it needs something else
-        return None
-    special = special_tokens(tokenizer)
-    ids = tokenizer(text.partition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-    return next((token for token in ids if token in special), None)
 
 
 def _of_generation_config(checkpoint: Path, limit: float) -> tuple[int, ...]:

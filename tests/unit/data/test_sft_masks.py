@@ -121,6 +121,14 @@ def test_text_and_mask_of_the_other_forms(values, options, text) -> None:
     assert shown(sample_of(values, **options)) == text
 
 
+def test_a_response_ends_as_the_template_ends_turns_whatever_eos_is() -> None:
+    template = CHAT_TEMPLATE.replace("<|end|>", "<|system|>")
+    whole, parts = (
+        sample_of(values, template) for values in ({"messages": CHAT[1:]}, {"prompt": "q", "label": CHAT[2:]})
+    )
+    assert (parts.token_ids, parts.loss_mask) == (whole.token_ids, whole.loss_mask)
+
+
 BY_NAME = {"default": TAGS, "tool_use": WITH_TOOLS}
 
 
