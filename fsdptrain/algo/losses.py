@@ -7,7 +7,9 @@ needs neither.
 
 from typing import TYPE_CHECKING
 
+from fsdptrain.errors import ConfigError
 from fsdptrain.registry import Table
+from fsdptrain.types import LossOutput
 
 if TYPE_CHECKING:
     from fsdptrain.protocols import Loss
@@ -25,3 +27,10 @@ LOSSES: "Table[Loss]" = Table(
         "sft": f"{_WEIGHTED}:sft",
     }
 )
+
+
+def checked(output: LossOutput) -> LossOutput:
+    """Return the output of a loss. Raises ConfigError if a loss of the user returned something else."""
+    if isinstance(output, LossOutput):
+        return output
+    raise ConfigError(f"--loss returned {type(output).__name__}, not LossOutput: return policy_loss(...)")

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
-from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.losses import LOSSES, checked
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
 from fsdptrain.config.rules import Fact
@@ -30,7 +30,7 @@ from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.policy import evaluating, policy_logprobs
 from fsdptrain.model.probes.head import check_backward, check_head
 from fsdptrain.model.probes.layout import LayoutProbe, choose_layout
-from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch, Truncation
+from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch, Truncation
 
 if TYPE_CHECKING:
     from fsdptrain.fsdp.stash import HostStash
@@ -150,9 +150,7 @@ class FSDPBackend:
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for batch in batches:
             moved = batch.to(self.device)
-            output = loss(moved, self._logprobs(moved, with_entropy=True).for_loss(config), config)
-            if not isinstance(output, LossOutput):
-                raise ConfigError(f"--loss returned {type(output).__name__}, not LossOutput: return policy_loss(...)")
+            output = checked(loss(moved, self._logprobs(moved, with_entropy=True).for_loss(config), config))
             self._optimizer.scale(output.loss).backward()
             sums.add(output.metrics)
         norm = self._optimizer.clip().to(self.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
-from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.losses import LOSSES, checked
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
@@ -134,7 +134,7 @@ class MegatronBackend:
 
         def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
             logprobs = self._logprobs(hidden, batch, with_entropy=True)
-            output = loss(batch, logprobs.for_loss(config), config)
+            output = checked(loss(batch, logprobs.for_loss(config), config))
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
         outputs = self._run([batch.to(self.device) for batch in batches], finish, train=True)

@@ -37,7 +37,7 @@ class LayerBytes:
             elif num_fused_experts(module):
                 sides = [sum(p.shape[1:]) - hidden for p in module.parameters(recurse=False) if p.dim() == 3]
                 widths += top_k / tensor * (sum(sides) + len(sides) * hidden + min(sides))  # tokens copied to experts
-            elif (weight := getattr(module, "weight", None)) is not None and weight.dim() == 1:
+            elif _is_norm(module):
                 norms += _norm_elements(module, name.rpartition(".")[2], parent, hidden, tensor)
             if "act_fn" in children and not num_fused_experts(module):
                 widths += share * max((max(m) for child in children.values() if (m := _matrix(child))), default=0)
@@ -86,6 +86,11 @@ def _matrix(module: nn.Module) -> tuple[int, int] | None:
     """Return (outputs, inputs) of a linear layer, or None."""
     weight = module.weight if isinstance(module, nn.Linear) else None
     return None if weight is None else (weight.shape[0], weight.shape[1])
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weights = dict(module.named_parameters(recurse=False))
+    return "weight" in weights and weights["weight"].dim() == 1
 
 
 def _norm_elements(module: nn.Module, name: str, parent: nn.Module, hidden: int, tensor: int) -> float:

@@ -7,7 +7,7 @@ the other forms. To add one, register it in `REWARDS`, or pass `--reward package
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
@@ -73,11 +73,6 @@ class WeightedSum:
 
     components: tuple[Component, ...]
     key: str | None = None  # --reward-key
-
-    @classmethod
-    def only(cls, function: "RewardFunction") -> Self:
-        """Return the reward of one function. It is reported under no name."""
-        return cls((Component("", 1.0, function),))
 
     @property
     def reads_environment(self) -> bool:

@@ -42,7 +42,7 @@ from fsdptrain.types import Sample
 
 if TYPE_CHECKING:
     from fsdptrain.data.sft import SampleBuilder
-    from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine, TrainBackend
+    from fsdptrain.protocols import Logger, Loss, RolloutEngine, TrainBackend
     from fsdptrain.trainer.samples.environment import LoadedEnvironment
     from fsdptrain.trainer.trainer import Trainer
 
@@ -73,7 +73,6 @@ def prepare(
     files: Path,
     stack: ExitStack,
     *,
-    reward: "RewardFunction | None" = None,
     dataset: Sequence[Mapping[str, Any]] | None = None,
     eval_dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prepared:
@@ -95,20 +94,15 @@ def prepare(
     with raise_on_all_ranks(DataError, "--prompt-data"):
         name = config.algorithm.loss
         loss = registry.resolve(name, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config"))
-        if reward is None:
-            data_name, key = config.data.prompt_data, config.data.reward_key
-            has_environment = environment is not None
-            summed = build_reward(config.reward, prompt_data=data_name, has_environment=has_environment, key=key)
-            if config.generates and "auto" in config.reward.reward:
-                log.info("--reward auto: %s", ", ".join(part.name for part in summed.components))
-        elif config.data.reward_key is not None:
-            raise ConfigError("--reward-key chooses among rewards of --reward, and Trainer(reward=...) replaces them")
-        else:
-            summed = WeightedSum.only(reward)
+        data_name, key = config.data.prompt_data, config.data.reward_key
+        has_environment = environment is not None
+        summed = build_reward(config.reward, prompt_data=data_name, has_environment=has_environment, key=key)
+        if config.generates and "auto" in config.reward.reward:
+            log.info("--reward auto: %s", ", ".join(part.name for part in summed.components))
         if config.data.eval_set_options:
             from fsdptrain.trainer.evaluation import with_set_rewards
 
-            summed = with_set_rewards(summed, config, has_environment=environment is not None)
+            summed = with_set_rewards(summed, config, has_environment=has_environment)
         advantages = advantage_rule(config)
         with stage("reading --prompt-data"):
             data = build_data(config, tokenizer, dataset, environment, processor, eval_dataset=eval_dataset)

@@ -116,7 +116,5 @@ class Reporter:
         alike = learns and values.get("reward/std", 1.0) < 1e-6
         self._num_alike = self._num_alike + 1 if alike else 0
         if self._num_alike == _MANY_ALIKE:
-            line = (
-                "all rewards were %g for %d rollouts: no learning signal; if they should differ, check %s and --reward"
-            )
+            line = "all rewards were %g for %d rollouts: no learning signal; if this is wrong, check %s and --reward"
             log.warning(line, values["reward/mean"], _MANY_ALIKE, self._folder / "samples.jsonl")

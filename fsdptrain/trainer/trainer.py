@@ -94,8 +94,7 @@ class Trainer:
 
             self.config, self._objects = config_naming(config, objects, dataset, eval_dataset)
         self.callbacks = list(callbacks)
-        self._reward = reward
-        self._rows = (dataset, eval_dataset)
+        self._rows = {"dataset": dataset, "eval_dataset": eval_dataset}
         self._loop: TrainingLoop | None = None
         self._resources = ExitStack()
         self._stop = StopRequest()
@@ -207,7 +206,5 @@ class Trainer:
             platform.set_deterministic(self.config.model.deterministic_mode)
             with lock_folder(self.config), ExitStack() as stack:
                 with registry.given_objects(self._objects):
-                    dataset, eval_dataset = self._rows
-                    data = {"reward": self._reward, "dataset": dataset, "eval_dataset": eval_dataset}
-                    loop = stack.enter_context(build_loop(self.config, **data, trainer=self, stop=self._stop))
+                    loop = stack.enter_context(build_loop(self.config, **self._rows, trainer=self, stop=self._stop))
                 yield loop

@@ -105,7 +105,7 @@ def long_group() -> tuple[list[list[int]], float]:
     engine = Gated([1])
     with source(engine) as made:
         first = run(made, engine, range(3))
-        unfinished = sum(group.result is None for group in made._open)
+        unfinished = made._slot_metrics()["rollout/unfinished_groups"]
         engine.open(1)
         made._open[0].work and made._open[0].work.result(60)
         while made._open[0].result is None:

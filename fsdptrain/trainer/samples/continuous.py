@@ -21,7 +21,7 @@ from fsdptrain.trainer.phases import Stopwatch
 from fsdptrain.trainer.samples.selection import GroupResult, Selection, SelectionRules, group_result, joined, only
 from fsdptrain.trainer.samples.single_turn import GenerationRound
 from fsdptrain.trainer.samples.source import RolloutBatch, RolloutSource, images_of, sampling_at
-from fsdptrain.types import Prompt
+from fsdptrain.types import Metrics, Prompt
 
 MAX_THREADS = 512  # of one rank
 POLL_S = 0.1  # between two exchanges of what has finished on each rank
@@ -115,13 +115,11 @@ class ContinuousSource(RolloutSource):
         longest = {"generate": 0.0, "reward": 0.0}
         for group in taken:
             longest |= {stage: max(longest[stage], group.watch.seconds.get(stage, 0.0)) for stage in longest}
-        finished = float(sum(group.result is not None for group in self._open))
-        slots = {"rollout/finished_groups": finished, "rollout/unfinished_groups": len(self._open) - finished}
         return self.batch(
             joined(rounds),
             images=images_of([group.prompt for group in taken]),
             seconds={**longest, **watch.seconds},
-            metrics=selection.metrics() | slots,
+            metrics=selection.metrics() | self._slot_metrics(),
         )
 
     def _replace_dropped(self, step: int, selection: Selection, num_taken: int) -> None:
@@ -197,6 +195,13 @@ class ContinuousSource(RolloutSource):
         for index, result in found:
             self._open[index].result = result
         return bool(found)
+
+    def _slot_metrics(self) -> Metrics:
+        finished = sum(group.result is not None for group in self._open)
+        return {
+            "rollout/finished_groups": float(finished),
+            "rollout/unfinished_groups": float(len(self._open) - finished),
+        }
 
 
 def assign(count: int, open_groups: Sequence[int]) -> list[int]:

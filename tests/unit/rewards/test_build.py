@@ -11,7 +11,7 @@ from fsdptrain.rewards.build import WeightedSum, build_reward
 from fsdptrain.rewards.functions import math
 from fsdptrain.rewards.parallel import compute_rewards
 from fsdptrain.types import Episode, Prompt
-from tests.rewards import in_process
+from tests.rewards import in_process, only
 
 PROMPT = Prompt("p", [1], "", label="4")
 GOOD = "<think>2+2</think><answer>4</answer>"
@@ -45,9 +45,7 @@ def test_auto_is_the_environment_reward_unless_the_data_have_a_scorer() -> None:
     both = build_reward(RewardConfig(reward=["environment=0.5", "format"]), prompt_data="x", has_environment=True)
     assert parts_of(both, prompt, GOOD) == {"environment": 3.0, "found": 2.0, "format": 1.0, "reward": 2.5}
     of_the_data = build_reward(RewardConfig(), prompt_data="reasoning_gym:products", has_environment=True)
-    readers = [
-        each.reads_environment for each in (reward, both, of_the_data, WeightedSum.only(lambda prompt, response: 1.0))
-    ]
+    readers = [each.reads_environment for each in (reward, both, of_the_data, only(lambda prompt, response: 1.0))]
     assert readers == [True, True, False, True]
     with pytest.raises(ConfigError, match="there is no environment; set --environment"):
         build_reward(RewardConfig(reward=["environment"]), prompt_data="x")

@@ -28,6 +28,7 @@ from fsdptrain.rewards.calls import RewardCalls
 from fsdptrain.rewards.parallel import ParallelReward, build_parallel, compute_rewards
 from fsdptrain.rewards.pool import worker_environment
 from fsdptrain.types import Prompt
+from tests.rewards import only
 from tests.testing import wait_until
 from tests.unit.rewards import user_rewards
 from tests.unit.rewards.user_rewards import judge, obedient, of_trl, sleeps
@@ -44,8 +45,7 @@ OBEDIENT = "--reward tests.unit.rewards.user_rewards:obedient"
 def pool(
     reward: Any, num_workers: int = 2, timeout: float = MINUTE, patience: float = 600.0
 ) -> Iterator[ParallelReward]:
-    reward = reward if isinstance(reward, WeightedSum) else WeightedSum.only(reward)
-    with closing(ParallelReward(reward, num_workers=num_workers, timeout=timeout, patience=patience)) as rewards:
+    with closing(ParallelReward(only(reward), num_workers=num_workers, timeout=timeout, patience=patience)) as rewards:
         yield rewards
 
 
@@ -106,12 +106,12 @@ def test_a_process_that_died_between_rollouts_costs_no_sample() -> None:
 
 def test_a_killed_trainer_leaves_no_process() -> None:
     code = (
-        "from fsdptrain.rewards.build import WeightedSum\n"
+        "from tests.rewards import only\n"
         "from fsdptrain.rewards.parallel import ParallelReward\n"
         "from fsdptrain.types import Prompt\n"
         "from tests.unit.rewards.user_rewards import obedient\n"
         "prompt = Prompt('a', [1], '')\n"
-        "rewards = ParallelReward(WeightedSum.only(obedient), num_workers=1, timeout=60.0, patience=600.0)\n"
+        "rewards = ParallelReward(only(obedient), num_workers=1, timeout=60.0, patience=600.0)\n"
         "print(int(rewards.run([(prompt, 'pid')])[0].reward), flush=True)\n"
         "rewards.run([(prompt, 'regex')])\n"
     )
@@ -260,7 +260,7 @@ def test_a_closure_runs_in_this_process(
 def test_the_default_deadline_allows_three_hanging_calls_before_other_ranks_miss_this_one() -> None:
     for dist_timeout, timeout in [(60, 10.0), (1800, 300.0), (7200, 300.0)]:
         config = Config(hf_checkpoint="x", dist_timeout=dist_timeout, reward_workers=0)
-        rewards = build_parallel(config, WeightedSum.only(obedient))
+        rewards = build_parallel(config, only(obedient))
         assert (rewards._timeout, rewards._patience) == (timeout, dist_timeout / 2)
 
 
