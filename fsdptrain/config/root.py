@@ -166,11 +166,6 @@ class Config(BaseModel):
         return " x ".join([f"--max-tokens-per-gpu {self.batch.max_tokens_per_gpu}", *factors])
 
     @property
-    def stored_dtype_name(self) -> str:
-        """Dtype of parameters between steps, if it holds the values of the compute dtype."""
-        return self.compute_dtype_name if self.has(Fact.FROZEN_WEIGHTS) else "float32"
-
-    @property
     def stores_reference(self) -> bool:
         """Whether there is a reference model with separate weights."""
         provided = self.has(Fact.FROZEN_WEIGHTS) and not self.has(Fact.START) and self.ref.load is None

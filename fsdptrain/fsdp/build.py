@@ -55,7 +55,8 @@ def load_model(
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     model = meta_policy(config, path, features)
     check_longest(model.config, config.longest_sequence)
-    stored = torch.promote_types(stored_dtype or getattr(torch, config.stored_dtype_name), compute_dtype)
+    default = compute_dtype if config.has(Fact.FROZEN_WEIGHTS) else torch.float32
+    stored = torch.promote_types(stored_dtype or default, compute_dtype)
     with features.without():
         store_in(model, stored)
     if before_load is not None:

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain import platform, registry
 from fsdptrain.config import Config, check_processes
 from fsdptrain.distributed import naming_lost_ranks
-from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.build import build_loop
 from fsdptrain.trainer.loop import TrainingLoop
 from fsdptrain.trainer.result import RunResult
@@ -78,8 +77,6 @@ class Trainer:
             from fsdptrain.trainer.objects import wrong_arguments
 
             raise wrong_arguments(config, unknown, dataset=dataset, eval_dataset=eval_dataset)
-        if reward is not None and not config.generates:
-            raise ConfigError("Trainer(reward=...) has no effect with --algorithm sft")
         objects = {
             "environment": environment,
             "reward": reward,

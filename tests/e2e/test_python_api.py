@@ -102,7 +102,7 @@ def test_config_yaml_holds_the_running_configuration_with_which_the_same_command
     assert trainer.config == running
     assert (options.rollout.engine, running.rollout.engine) == ("auto", "hf")
     assert load_recipe(tmp_path / "config.yaml") == running
-    assert running.reward.reward == [f"{__name__}:vowels"]  # what `fsdptrain eval` scores with
+    assert running.reward.reward == [f"{__name__}:vowels"]  # what `fsdptrain eval` scores with, and a rerun logs
     with pytest.raises(ConfigError, match=r"^--prompt-data python:dataset: the run got these rows as a Python object"):
         load_rows(running.data, seed=0)
     assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
