@@ -1,6 +1,6 @@
 """The rollout engine of vLLM servers, over HTTP: docs/rollouts.md.
 
-Rank 0 pushes new weights to all servers; every rank generates the completions of its own prompts. A server that fails
+Rank 0 pushes new weights to all servers; every rank generates completions of its prompts. A server that fails
 or does not answer ends the run.
 """
 
@@ -37,7 +37,7 @@ _MAX_IN_FLIGHT = 512  # requests of one rank to one server
 class VLLMServerEngine:
     """Generates with the servers of `clients`. Has no weights until `update_weights`.
 
-    Logprobs are those of the distribution that was sampled from (vLLM's `processed_logprobs`).
+    Logprobs are of the sampling distribution (vLLM's `processed_logprobs`).
     """
 
     weight_naming: Naming = "hub"

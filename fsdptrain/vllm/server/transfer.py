@@ -1,7 +1,7 @@
 """How weights reach servers, in vLLM's protocol of weight updates.
 
 file: rank 0 writes all weights to a file, which the servers read.
-nccl: rank 0 broadcasts them from its GPU to those of the servers, over one group for the whole run.
+nccl: rank 0 broadcasts them from its GPU to the servers' GPUs, over one group for the whole run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ from fsdptrain.vllm.weight_file import WeightFile
 
 Weights = Iterable[tuple[str, Tensor]]
 Update = tuple[dict[str, Any], Callable[[], None]]  # what `update_weights` takes, and what to do while servers take it
-# Of every rank; rank 0 sends. Iterates the weights to the end, at once or as its result is iterated, which is empty on
-# the other ranks.
+# Called on every rank; rank 0 sends. Iterates all weights, immediately or while its result is iterated. On other ranks
+# the result is empty.
 Transfer = Callable[[Weights], Iterable[Update]]
 _PART_BYTES = 2**30  # of one broadcast
 
@@ -44,11 +44,11 @@ def take_part(weights: Weights) -> Iterator[Update]:
 
 
 class NcclTransfer:
-    """Sends weights from the GPU of rank 0 to those of the servers, part by part. Not yet run: it needs two GPUs."""
+    """Sends weights from the GPU of rank 0 to the servers' GPUs, part by part. Not yet run: it needs two GPUs."""
 
     def __init__(self, servers: Sequence[VLLMClient], loop: EventLoop, timeout: float) -> None:
         self._group = _join(servers, loop, timeout)
-        self._stream = torch.cuda.Stream()  # so that a broadcast that hangs holds up nothing else
+        self._stream = torch.cuda.Stream()  # a hanging broadcast blocks nothing else
 
     def __call__(self, weights: Weights) -> Iterator[Update]:
         from vllm.distributed.weight_transfer.packed_tensor import (  # pyright: ignore[reportMissingImports]
