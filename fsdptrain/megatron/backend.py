@@ -84,7 +84,7 @@ class MegatronBackend:
         attention, reason = (probe.attention, probe.reason) if probe else ("megatron-core", reason)
         self.layout_probe = LayoutProbe(self._layout, attention, difference, tolerance, reason)
         self._wrapped = wrap(self._model)
-        self._masters = masters = Masters(self._wrapped)
+        self._masters = masters = Masters(self._model, self._wrapped)
         self._reference = self._load()
         self._optimizer = Optimizer(
             self._model,
@@ -111,7 +111,7 @@ class MegatronBackend:
         return [*report_lines(self._model, layout=self._layout), self._masters.line, *reference, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
-        if isinstance(self._model, WholeLayers):
+        if isinstance(self._model[0], WholeLayers):
             options: Any = {"device_type": platform.device_type(), "compute_dtype": self.compute_dtype}
             return kernels(self._stock, probe=self.layout_probe, **options)
         return kernels_of(self._model, self._stock)
@@ -130,7 +130,8 @@ class MegatronBackend:
         """As in FSDPBackend: without loss tokens only the schedule advances, and non-finite gradients are dropped."""
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
             return self._optimizer.advance_without_update()
-        self._wrapped.zero_grad_buffer()
+        for part in self._wrapped:
+            part.zero_grad_buffer()
 
         def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
             logprobs = self._logprobs(hidden, batch, with_entropy=True)

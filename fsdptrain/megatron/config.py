@@ -24,6 +24,8 @@ class MegatronConfig(Section):
     """Layers of the first stage; the other stages share the rest equally. None: the same number in each."""
     last_stage_layers: Annotated[int | None, Requires("megatron_pipeline_parallel>1")] = Field(default=None, ge=1)
     """Layers of the last stage, likewise."""
+    virtual_pipeline: Annotated[int | None, Requires("megatron_pipeline_parallel>1")] = Field(default=None, ge=2)
+    """Parts of each stage, which take turns (interleaved schedule): stages wait less and send more. None: one."""
     expert_parallel: Annotated[int, RankGroup("experts", shares_packs=False, crosses_packs=True)] = Field(
         default=1, ge=1
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
@@ -58,15 +58,16 @@ class LogprobsHead:
     temperature: float = 1.0
     truncation: Truncation = UNTRUNCATED
 
-    def __call__(self, model: "GPTModel", hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
+    def __call__(self, model: nn.ModuleList, hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
         """Compute logprobs. hidden: [N, S, D], identical on tensor-parallel ranks. Collective over these ranks."""
         rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
-        positions, weight, transform = batch.loss_positions, self._weight(model), head_transform(self.config)
+        last: Any = model[-1]
+        positions, weight, transform = batch.loss_positions, self._weight(last), head_transform(self.config)
         found = (vocab_parallel_logprobs if isinstance(weight, DTensor) else chunked_logprobs)(
             core_rows(batch, self.layout, "").gather(rows.flatten(0, 1), positions),
             weight,  # type: ignore[arg-type]
             batch.labels.index_select(0, positions),
-            bias=model.output_layer.bias,  # type: ignore[arg-type]
+            bias=last.output_layer.bias,
             softcap=transform.softcap,
             logit_scale=transform.logit_scale,
             temperature=self.temperature,
@@ -95,7 +96,7 @@ class LogprobsHead:
 
 
 def run_packs(
-    model: Any,  # GPTModel, wrapped or not
+    parts: Sequence[Any],  # of this rank's stage, wrapped or not
     batches: Sequence[PackedBatch],
     finish: Callable[[Tensor, PackedBatch], T],
     *,
@@ -113,26 +114,33 @@ def run_packs(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
-    def forward(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., T]]:
-        batch, whole = next(packs), isinstance(getattr(model, "module", model), WholeLayers)
-        hidden = model(batch, layout) if whole else model(**_inputs(batch, get_model_config(model), layout))
+    config, stages, count = get_model_config(parts[0]), process_groups().pp.size(), len(batches)
+    fill = max(stages - count, 0) if len(parts) > 1 else 0  # an interleaved schedule needs a pack for each stage
+    sizes = range(stages, count + fill + 1)  # of groups that each part takes at a time; the last not below `stages`
+    config.microbatch_group_size_per_vp_stage = next(n for n in sizes if not 0 < (count + fill) % n < stages)
 
-        def at_end(hidden: Tensor, non_loss_data: bool = False) -> T:
-            return finish(hidden, batch)
+    def forward(packs: Iterator[tuple[int, PackedBatch]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        (number, batch), whole = next(packs), isinstance(getattr(model, "module", model), WholeLayers)
+        hidden = model(batch, layout) if whole else model(**_inputs(batch, config, layout))
+
+        def at_end(hidden: Tensor, non_loss_data: bool = False) -> Any:
+            if number < count:
+                return finish(hidden, batch)
+            return 0 * hidden.sum(), torch.zeros((), dtype=torch.int, device=hidden.device), None  # without a gradient
 
         return hidden, at_end
 
     run = get_forward_backward_func()
     return run(
         forward_step_func=forward,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
+        data_iterator=[enumerate([*batches, *batches[:1] * fill]) for _ in parts],
+        model=list(parts),
+        num_microbatches=count + fill,
         seq_length=batches[0].max_seqlen,  # stages exchange the actual shapes
         micro_batch_size=len(batches[0].seqlens),
         forward_only=not train,
         collect_non_loss_data=not train,
-    )
+    )[:count]
 
 
 def from_last_stage(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -63,6 +63,7 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=megatron.tensor_parallel,
             pipeline_model_parallel_size=megatron.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=megatron.virtual_pipeline,
             expert_model_parallel_size=megatron.expert_parallel,
             expert_tensor_parallel_size=megatron.tensor_parallel,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),

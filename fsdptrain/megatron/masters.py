@@ -11,7 +11,7 @@ buffers, but accepts only tensors of type `torch.cuda.FloatTensor`, and AdamW is
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,9 @@ from torch import Tensor, nn
 from fsdptrain.megatron.cpu_shims import quiet_megatron
 from fsdptrain.megatron.groups import owners, process_groups
 
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
 
-
-def wrap(model: "GPTModel") -> Any:
-    """Wrap the model in megatron-core's DistributedDataParallel, which only sums: losses hold the global denominator.
+def wrap(model: nn.ModuleList) -> list[Any]:
+    """Wrap each part in megatron-core's DistributedDataParallel, which only sums: losses hold the global denominator.
 
     `calculate_per_token_loss` sets its scaling factors to 1, for experts too. Expert gradients are already sums over
     the packs of all expert-parallel ranks and need only the sum over the ranks with the same experts.
@@ -33,11 +30,12 @@ def wrap(model: "GPTModel") -> Any:
     with quiet_megatron():
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    assert model.config.calculate_per_token_loss, "gradients would be divided by the number of ranks"
+    config: Any = model[0].config
+    assert config.calculate_per_token_loss, "gradients would be divided by the number of ranks"
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
     )
-    return DistributedDataParallel(model.config, options, model)
+    return [DistributedDataParallel(config, options, part) for part in model]
 
 
 @dataclass(frozen=True)
@@ -51,18 +49,16 @@ class _Part:
 
 
 class Masters:
-    """The float32 masters of a model.
+    """The float32 masters of a model, by the names of its parameters."""
 
-    The model must be wrapped in megatron-core's DistributedDataParallel with `use_distributed_optimizer`.
-    """
-
-    def __init__(self, wrapped: Any) -> None:
+    def __init__(self, model: nn.ModuleList, wrapped: list[Any]) -> None:
+        """wrapped: the result of `wrap`."""
         self._wrapped = wrapped
-        self._names = {p: name for name, p in wrapped.module.named_parameters()}
+        self._names = {p: name for name, p in model.named_parameters()}
         self._parameters = {name: p for p, name in self._names.items()}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._parts: dict[str, _Part] = {}
-        for buffer in [*wrapped.buffers, *wrapped.expert_parallel_buffers]:
+        for buffer in [x for part in wrapped for x in (*part.buffers, *part.expert_parallel_buffers)]:
             for parameter, (start, stop, bucket) in buffer.param_index_map.items():
                 name = self._names[parameter]
                 self._groups[name] = buffer.data_parallel_group
@@ -89,7 +85,7 @@ class Masters:
         """Sum gradients over all ranks that share a parameter, and set the masters' `grad`. Collective; once a step."""
         from megatron.core.distributed import finalize_model_grads
 
-        finalize_model_grads([self._wrapped])
+        finalize_model_grads(self._wrapped)
         self.take_gradients()
 
     def take_gradients(self) -> None:
@@ -104,7 +100,8 @@ class Masters:
             own = _flat(part.parameter.data, part)
             if own.dtype != torch.float32:  # float32 masters share memory with the model
                 own.copy_(part.master.view(-1))
-        self._wrapped.start_param_sync()
+        for part in self._wrapped:
+            part.start_param_sync()
 
     @torch.no_grad()
     def take(self, name: str, whole: Tensor, into: Mapping[str, Tensor] | None = None) -> None:

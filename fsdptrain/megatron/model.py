@@ -115,11 +115,20 @@ class LocalNorm(nn.RMSNorm):
 
 def build_model(
     transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, spec: str | None = None
-) -> "GPTModel":
-    """Build this rank's stage. spec: --megatron-spec.
+) -> nn.ModuleList:
+    """Build this rank's stage: its one part, or those of an interleaved schedule. spec: --megatron-spec.
 
-    The forward of the last stage returns hidden states [B, S, D]. Logits are computed in chunks from the head's weight.
+    The forward of the last part of all returns hidden states [B, S, D]. Logits are computed in chunks from the head's
+    weight.
     """
+    count = transformer_config.virtual_pipeline_model_parallel_size
+    numbers = [None] if count is None else range(count)
+    return nn.ModuleList(_build_part(transformer_config, hf_config, spec, number) for number in numbers)
+
+
+def _build_part(
+    transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, spec: str | None, vp_stage: int | None
+) -> "GPTModel":
     with quiet_megatron():
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
@@ -127,8 +136,8 @@ def build_model(
     if is_whole(hf_config, spec):
         from fsdptrain.megatron.whole import WholeLayers
 
-        return cast("GPTModel", WholeLayers(transformer_config, hf_config))
-    layers = _spec_function(hf_config, spec)(transformer_config, hf_config)
+        return cast("GPTModel", WholeLayers(transformer_config, hf_config, vp_stage))
+    layers = _spec_function(hf_config, spec)(transformer_config, hf_config, vp_stage=vp_stage)
     if transformer_config.deterministic_mode:
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # required by Transformer Engine's attention
     with quiet_megatron():
@@ -137,8 +146,9 @@ def build_model(
             transformer_layer_spec=layers,
             vocab_size=padded_vocab(hf_config.vocab_size, transformer_config.tensor_model_parallel_size),
             max_sequence_length=hf_config.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             **rotary_options(hf_config),
         )

@@ -5,10 +5,10 @@ swapped queries and keys, a wrong rotary base, misnumbered experts.
 """
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.distributed import one_line, raise_on_all_ranks
@@ -27,9 +27,6 @@ from fsdptrain.model.sizes import expert_choice, head_size
 from fsdptrain.random_state import preserve_rng_state
 from fsdptrain.types import PackedBatch
 
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
-
 _AT_MOST = {"vocab_size": 251, "hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 64}
 _SPLIT = ("intermediate_size", "moe_intermediate_size")  # sharded over tensor-parallel ranks, as in the full model
 _SEGMENTS = (17, 23)  # tokens
@@ -38,7 +35,7 @@ _SEGMENTS = (17, 23)  # tokens
 @torch.no_grad()
 def small_models(
     config: PreTrainedConfig, split: MegatronConfig, options: dict[str, Any], *, device: torch.device
-) -> tuple[PreTrainedModel, "GPTModel"]:
+) -> tuple[PreTrainedModel, nn.ModuleList]:
     """Build the same random float32 weights in transformers on the CPU and in megatron-core. Collective.
 
     options: arguments of `transformer_config`. Its dtype is that of the run and is not used here.
@@ -54,7 +51,7 @@ def small_models(
 
 
 def check_parity(
-    stock: PreTrainedModel, model: "GPTModel", split: MegatronConfig, options: dict[str, Any]
+    stock: PreTrainedModel, model: nn.ModuleList, split: MegatronConfig, options: dict[str, Any]
 ) -> tuple[float, float]:
     """Compare the logprobs of `small_models`. Returns (mean difference, largest over ranks; tolerance). Collective.
 
@@ -71,7 +68,7 @@ def check_parity(
 @torch.no_grad()
 def _converted(
     stock: PreTrainedModel, split: MegatronConfig, options: dict[str, Any], device: torch.device
-) -> "GPTModel":
+) -> nn.ModuleList:
     even = split.model_copy(update={"first_stage_layers": None, "last_stage_layers": None})
     with preserve_rng_state(), raise_on_all_ranks(ConfigError, "--backend megatron"):
         built = transformer_config(stock.config, even, **options)
@@ -84,7 +81,7 @@ def _converted(
 
 @torch.no_grad()
 def _compared(
-    stock: PreTrainedModel, model: "GPTModel", split: MegatronConfig, options: dict[str, Any]
+    stock: PreTrainedModel, model: nn.ModuleList, split: MegatronConfig, options: dict[str, Any]
 ) -> tuple[float, float]:
     config, dtype = stock.config, options["dtype"]
     tokens = torch.randint(config.vocab_size, (sum(_SEGMENTS),), generator=torch.Generator().manual_seed(0))
@@ -118,9 +115,10 @@ def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedC
     The split of the run divides all sizes.
     """
     small, whole = copy.deepcopy(config), is_whole(config, split.spec)
+    parts = split.pipeline_parallel * (split.virtual_pipeline or 1)
     cut_widths(small, AT_MOST if whole else _AT_MOST)
     if whole:
-        return cut_layers(small, split.pipeline_parallel)
+        return cut_layers(small, parts)
     said = small.to_dict()
     for key in _SPLIT:
         if isinstance(said.get(key), int):
@@ -133,7 +131,7 @@ def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedC
     for key in EXPERT_KEYS:
         if choice is not None and isinstance(said.get(key), int):
             setattr(small, key, min(choice.num_experts, -(-said[key] // ranks) * ranks))
-    return cut_layers(small, split.pipeline_parallel)
+    return cut_layers(small, parts)
 
 
 def _stock_logprobs(stock: Any, segment: list[int]) -> Tensor:

@@ -1,9 +1,10 @@
 """Describe the built model: parallel sizes, modules and kernels. `weights` and `parity` check it."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
@@ -12,11 +13,8 @@ from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import has_transformer_engine
 from fsdptrain.model.probes.kernels import Kernel, recurrent_kernels
 
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
 
-
-def report_lines(model: "GPTModel", *, layout: str) -> list[str]:
+def report_lines(model: nn.ModuleList, *, layout: str) -> list[str]:
     """Return log lines about this rank's stage: the parallel sizes, and the number of modules of each class."""
     groups = process_groups()
     names = {"tensor": groups.tp, "pipeline": groups.pp, "expert": groups.ep, "data": groups.dp_cp}
@@ -30,7 +28,7 @@ def report_lines(model: "GPTModel", *, layout: str) -> list[str]:
     ]
 
 
-def kernels_of(model: "GPTModel", stock: PreTrainedModel) -> list[Kernel]:
+def kernels_of(model: nn.ModuleList, stock: PreTrainedModel) -> list[Kernel]:
     """Describe the kernels. `stock`: the transformers model, whose layers determine the kernels of its mixers."""
     found, engine = list[Kernel](), has_transformer_engine()
     mixers = dict.fromkeys(type(module).__name__ for module in model.modules() if "hub_name" in vars(module))
@@ -41,6 +39,7 @@ def kernels_of(model: "GPTModel", stock: PreTrainedModel) -> list[Kernel]:
         found.append(Kernel("layers", "plain torch", "Transformer Engine", "it does not import here"))
     elif any(type(module).__name__ == "SelfAttention" for module in model.modules()):
         found.append(Kernel("attention", f"megatron-core, {'Transformer Engine' if engine else 'plain torch'}"))
-    if model.config.num_moe_experts:
-        found.append(Kernel("experts", f"megatron-core, {model.config.moe_token_dispatcher_type}"))
+    config: Any = model[0].config
+    if config.num_moe_experts:
+        found.append(Kernel("experts", f"megatron-core, {config.moe_token_dispatcher_type}"))
     return found

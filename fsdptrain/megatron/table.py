@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.errors import CheckpointError
 from fsdptrain.megatron.conversions import Columns, Conversion, Copy, Interleaved, Vocabulary
 from fsdptrain.megatron.model import padded_vocab
-from fsdptrain.megatron.transformer_config import family_of
+from fsdptrain.megatron.transformer_config import family_of, text_config
 from fsdptrain.model.loading.files import some_of
 from fsdptrain.model.structure import language_model
 
@@ -47,7 +47,7 @@ _COPIED = {  # in a layer
 class Entry:
     """The mapping of one tensor of this rank's stage."""
 
-    name: str  # in the GPTModel
+    name: str  # in the model
     hub: tuple[str, ...]  # in the files; for experts, {expert} stands for the index in the layer
     conversion: Conversion
     expert: int | None = None  # index on this rank
@@ -75,9 +75,10 @@ def text_path(stock: PreTrainedModel) -> str:
     return next(name for name, module in stock.named_modules() if module is text)
 
 
-def table(model: "GPTModel", config: PreTrainedConfig, path: str) -> list[Entry]:
-    """Build the table of this rank's stage. Raises CheckpointError, with their names, for tensors without a mapping."""
+def table(model: "GPTModel", stock: PreTrainedModel) -> list[Entry]:
+    """Build the table of a part of this rank's stage. Raises CheckpointError, with their names, for tensors without a mapping."""
     wrapped = {name: str(vars(m)["hub_name"]) for name, m in model.named_modules() if "hub_name" in vars(m)}
+    config, path = text_config(stock.config), text_path(stock)
     entries, unknown = [], []
     for name in stored_tensors(model):
         entry = _outside(name, model, config, path) or _inside(name, model, config, path, wrapped)

@@ -178,6 +178,9 @@ def transformer_config(
         "hidden_size": config.hidden_size,
         "tensor_model_parallel_size": megatron.tensor_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": megatron.virtual_pipeline,
+        "overlap_p2p_comm": megatron.virtual_pipeline is not None,
+        "batch_p2p_comm": megatron.virtual_pipeline is None,  # else interleaved packs of different lengths are mixed up
         "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
         "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
         "expert_model_parallel_size": megatron.expert_parallel,
@@ -287,3 +290,7 @@ def _refuse_stages(num_layers: int, megatron: MegatronConfig) -> None:
         what = f"{words}: {left} layers for the other {stages} stages, which get as many each: change them"
         even = f"--megatron-pipeline-parallel {stages} must divide the {num_layers} layers: lower it, or set"
         raise ConfigError(what if given else f"{even} --megatron-first-stage-layers and ...-last-...")
+    for size in {*given.values(), left // stages if stages else 0}:
+        if size % (megatron.virtual_pipeline or 1):
+            flag = f"--megatron-virtual-pipeline {megatron.virtual_pipeline}"
+            raise ConfigError(f"{flag} must divide the {size} layers of a stage: change it, or remove it")

@@ -8,14 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdptrain.distributed import raise_on_all_ranks
@@ -23,14 +24,10 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.megatron.conversions import Source
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.hub_names import Shapes, hub_state, shapes_of
-from fsdptrain.megatron.table import Entry, stored_tensors, table, text_path
-from fsdptrain.megatron.transformer_config import text_config
+from fsdptrain.megatron.table import Entry, stored_tensors, table
 from fsdptrain.megatron.whole import WholeLayers
 from fsdptrain.model.loading.files import some_of, weight_files
 from fsdptrain.model.loading.materialize import refuse_leftovers
-
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
 
 
 @contextmanager
@@ -79,20 +76,23 @@ class Exported(NamedTuple):
 class WeightMap:
     """The conversion table of one model, on this rank and over all stages. Construction and use are collective."""
 
-    def __init__(self, model: "GPTModel", stock: PreTrainedModel, *, shapes: Shapes | None = None) -> None:
+    def __init__(self, model: nn.ModuleList, stock: PreTrainedModel, *, shapes: Shapes | None = None) -> None:
         """Build and check the table. stock: the same model in transformers, possibly on meta.
 
         shapes: shapes of the files, if they differ from those of `stock`. Raises CheckpointError on all ranks unless
         every tensor of the files is used exactly once, but for those of a vision part.
         """
         self._groups = groups = process_groups()
-        self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.ep.size()
+        config: Any = model[0].config
+        self._experts_per_rank = (config.num_moe_experts or 0) // self._groups.ep.size()
         self._model, self._shapes = model, shapes or shapes_of(hub_state(stock, vision=False))
         self.ignored = list(stock._keys_to_ignore_on_load_unexpected or ())
         with raise_on_all_ranks(CheckpointError, "--backend megatron"):
-            config, path = text_config(stock.config), text_path(stock)
-            whole = isinstance(model, WholeLayers)
-            self.entries = model.entries(stock) if whole else table(model, config, path)
+            self.entries = [
+                replace(entry, name=f"{number}.{entry.name}")
+                for number, part in enumerate(model)
+                for entry in (part.entries(stock) if isinstance(part, WholeLayers) else table(part, stock))
+            ]
         self._own = [entry for entry in self.entries if not entry.is_copy]
         tensors = [(entry, self._tensors[entry.name]) for entry in self._own]
         own = [Exported(self._all_names(entry), x.dtype, x.requires_grad) for entry, x in tensors]

@@ -89,9 +89,9 @@ def cut_layers(config: PreTrainedConfig, num_stages: int) -> PreTrainedConfig:
 
 
 class WholeLayers(nn.Module):
-    """A stage, with the attributes that megatron-core's schedule and DistributedDataParallel read of a GPTModel."""
+    """A part of a stage, with the attributes that megatron-core's schedule and DistributedDataParallel read of a GPTModel."""
 
-    def __init__(self, config: "TransformerConfig", hf_config: PreTrainedConfig) -> None:
+    def __init__(self, config: "TransformerConfig", hf_config: PreTrainedConfig, vp_stage: int | None) -> None:
         from megatron.core import parallel_state
         from megatron.core.enums import ModelType
         from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -99,19 +99,19 @@ class WholeLayers(nn.Module):
 
         super().__init__()
         self.config, self.model_type = config, ModelType.encoder_or_decoder
-        self.pre_process = parallel_state.is_pipeline_first_stage()
-        self.post_process = parallel_state.is_pipeline_last_stage()
+        self.pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        self.post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         self._attention = vars(hf_config).get(_ATTENTION) or resolve_attention("auto", platform.device_type())
         self._pad_token_id = hf_config.to_dict().get("pad_token_id")
         self._received: Tensor | None = None
-        self._start = get_transformer_layer_offset(config)
+        self._start = get_transformer_layer_offset(config, vp_stage)
         stock = _on_meta(copy.deepcopy(hf_config), self._attention)
         store_in(stock, config.params_dtype)
         for parameter in stock.parameters():  # those that are never trained, e.g. of routing, keep their digits
             parameter.data = parameter.data if parameter.requires_grad else parameter.data.float()
         embedding, norms = outer_modules(stock)
         path = layers_path(stock)
-        keep_layers(stock, path, range(self._start, self._start + get_num_layers_to_build(config)))
+        keep_layers(stock, path, range(self._start, self._start + get_num_layers_to_build(config, vp_stage)))
         self.hf: Any = base_model(stock)
         self._path = path.removeprefix(f"{text_path(stock)}.")
         head: Any = lm_head(stock)

@@ -77,7 +77,7 @@ def load(folder: Path) -> Any:
 
 class Built(NamedTuple):
     stock: PreTrainedModel
-    model: Any  # GPTModel
+    model: Any  # the parts of this rank's stage
     weights: Any  # WeightMap
 
 

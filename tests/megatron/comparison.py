@@ -30,16 +30,19 @@ class Case(NamedTuple):
     tied: bool = False
     renormalized: bool = False  # weights of the chosen experts
     num_packs: int = len(LENGTHS)  # over the data-parallel ranks
+    layers: int = 0  # 0: as many as usual
 
     @property
     def name(self) -> str:
         split = [f"{key}={value}" for key, value in self.split.items()]
         layout = [self.layout] * (self.layout == "packed")
-        return "-".join([self.family, *split, *layout, *(["on four"] if self.num_ranks == 4 else [])])
+        packs = [f"{self.num_packs} packs"] * (self.num_packs != len(LENGTHS))
+        return "-".join([self.family, *split, *layout, *packs, *(["on four"] if self.num_ranks == 4 else [])])
 
     @property
     def changes(self) -> dict[str, Any]:
         more: dict[str, Any] = {"norm_topk_prob": True} if self.renormalized else {}
+        more |= {"num_hidden_layers": self.layers} if self.layers else {}
         if self.layout == "packed" and self.family in cases.RECURRENT:  # megatron-core's plain attention takes no packs
             more["layer_types"] = ["linear_attention"] * 4
         return (
@@ -49,7 +52,7 @@ class Case(NamedTuple):
     @property
     def model(self) -> str:
         """Folder of the checkpoint, of several cases."""
-        return f"{self.family}-{self.tied}-{self.renormalized}-{self.layout}"
+        return f"{self.family}-{self.tied}-{self.renormalized}-{self.layout}-{self.layers}"
 
 
 class Found(NamedTuple):
@@ -101,7 +104,7 @@ def _compare(case: Case, folder: Path) -> Found:
     built = cases.build(folder, **case.split)
     wrong = _changed(built)
     wrapped = wrap(built.model)
-    masters, head = Masters(wrapped), LogprobsHead(built.stock.config.get_text_config(), case.layout, chunk_size=8)
+    masters, head = Masters(built.model, wrapped), LogprobsHead(built.stock.config.get_text_config(), case.layout, chunk_size=8)
     wanted, expected = transformers_says(folder, case.num_packs)
     rank, size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
     own = packs()[: case.num_packs][rank::size]
@@ -110,7 +113,8 @@ def _compare(case: Case, folder: Path) -> Found:
         values = head(built.model, hidden, batch, with_entropy=False).values
         return (values * batch.advantages).sum(), torch.zeros((), dtype=torch.int), values.detach()
 
-    wrapped.zero_grad_buffer()
+    for part in wrapped:
+        part.zero_grad_buffer()
     values = run_packs(wrapped, own, finish, layout=case.layout, train=True)
     masters.reduce_gradients()
     values = from_last_stage(values, [batch.advantages for batch in own])

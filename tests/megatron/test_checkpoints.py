@@ -19,7 +19,7 @@ from tests.testing import spawn
 WAY: list[tuple[int, list[dict[str, Any]]]] = [
     (4, [{"tensor_parallel": 2, "pipeline_parallel": 2}]),
     (1, [{}]),
-    (2, [{"pipeline_parallel": 2}, {"tensor_parallel": 2}]),
+    (2, [{"pipeline_parallel": 2, "virtual_pipeline": 2}, {"tensor_parallel": 2}]),
 ]
 
 
@@ -50,7 +50,7 @@ def alone(folder: Path, count: int) -> list[float]:
 
 @pytest.mark.matrix
 def test_a_run_goes_on_over_any_split(tmp_path: Path) -> None:
-    folder = cases.save("qwen3", tmp_path / "model", tie_word_embeddings=True)
+    folder = cases.save("qwen3", tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=4)
     ranks = [spawn(num_ranks, go_on, folder, tmp_path / "run", layouts) for num_ranks, layouts in WAY]
     taken = [step for found in ranks for step in zip(*found, strict=True)]  # of each the ranks
     for before, after in pairwise(taken):

@@ -74,7 +74,7 @@ def looked_at(folder: Path, bf16: bool) -> dict[str, Any]:
         [plain_batch(rows, device=torch.device("cpu")) for rows in (segments, *([row] for row in segments))], "policy"
     )
     return {
-        "names": set(stored_tensors(backend._model)),
+        "names": set(stored_tensors(backend._model[0])),
         "classes": {type(module).__name__ for module in backend._model.modules()},
         "layout": backend.layout_probe.layout,
         "difference": (together.values - torch.cat([one.values for one in apart])).abs().mean().item(),

@@ -61,6 +61,18 @@ CASES += [
     Case("smollm3", {"spec": SPEC, **TENSOR}, 2, "packed"),  # layers of a user, of a family that is not listed
     Case("mistral", {"spec": "transformers"}, 1, "packed"),
 ]
+# interleaved stages: fewer packs than stages, one more, as many; stages of unequal size
+PARTS = STAGES | {"virtual_pipeline": 2}
+CASES += [
+    *(Case("qwen3", PARTS, 2, tied=True, num_packs=count, layers=4) for count in (1, 3)),
+    Case("qwen3", PARTS | {"pipeline_parallel": 4}, 4, tied=True, layers=8),
+    Case("llama", {"pipeline_parallel": 4, "last_stage_layers": 2}, 4, layers=5),
+    Case("qwen3_moe", PARTS | EXPERTS, 4, layers=4),
+    Case("qwen3_next", PARTS, 2, num_packs=2),
+    Case("qwen3", PARTS | {"first_stage_layers": 2}, 2, layers=6),
+    Case("granite", PARTS, 2, "packed", tied=True, layers=4),
+]
+FEW += [Case("qwen3", PARTS, 2, tied=True, num_packs=3, layers=4)]
 FEW += [Case("gemma3", {"pipeline_parallel": 3}, 3, "packed", tied=True)]
 
 

@@ -93,7 +93,7 @@ def step(folder: Path, recompute: bool) -> tuple[int, int, float]:
     """Passes of the first layer while scoring and while training one pack, and the norm of its gradient."""
     backend = backend_of(folder, gradient_checkpointing=recompute)
     passes: list[int] = []
-    backend._model.decoder.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    backend._model[0].decoder.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
     backend.compute_logprobs([pack(0)], "policy")
     scored = len(passes)
     (norm,) = steps(backend, 1)
