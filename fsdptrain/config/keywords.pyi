@@ -203,5 +203,6 @@ class Keywords(TypedDict, total=False):
     megatron_pipeline_parallel: int
     megatron_first_stage_layers: int | None
     megatron_last_stage_layers: int | None
+    megatron_virtual_pipeline: int | None
     megatron_expert_parallel: int
     megatron_spec: str | None

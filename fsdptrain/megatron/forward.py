@@ -115,12 +115,14 @@ def run_packs(
     from megatron.core.utils import get_model_config
 
     config, stages, count = get_model_config(parts[0]), process_groups().pp.size(), len(batches)
-    fill = max(stages - count, 0) if len(parts) > 1 else 0  # an interleaved schedule needs a pack for each stage
-    sizes = range(stages, count + fill + 1)  # of groups that each part takes at a time; the last not below `stages`
-    config.microbatch_group_size_per_vp_stage = next(n for n in sizes if not 0 < (count + fill) % n < stages)
+    packs = list(batches)
+    if len(parts) > 1:  # an interleaved schedule needs a pack for each stage, also in its last group
+        packs += batches[:1] * (stages - count)
+        groups = range(stages, len(packs) + 1)
+        config.microbatch_group_size_per_vp_stage = next(n for n in groups if not 0 < len(packs) % n < stages)
 
-    def forward(packs: Iterator[tuple[int, PackedBatch]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        (number, batch), whole = next(packs), isinstance(getattr(model, "module", model), WholeLayers)
+    def forward(numbered: Iterator[tuple[int, PackedBatch]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        (number, batch), whole = next(numbered), isinstance(getattr(model, "module", model), WholeLayers)
         hidden = model(batch, layout) if whole else model(**_inputs(batch, config, layout))
 
         def at_end(hidden: Tensor, non_loss_data: bool = False) -> Any:
@@ -133,9 +135,9 @@ def run_packs(
     run = get_forward_backward_func()
     return run(
         forward_step_func=forward,
-        data_iterator=[enumerate([*batches, *batches[:1] * fill]) for _ in parts],
+        data_iterator=[enumerate(packs) for _ in parts],
         model=list(parts),
-        num_microbatches=count + fill,
+        num_microbatches=len(packs),
         seq_length=batches[0].max_seqlen,  # stages exchange the actual shapes
         micro_batch_size=len(batches[0].seqlens),
         forward_only=not train,

@@ -76,7 +76,7 @@ def text_path(stock: PreTrainedModel) -> str:
 
 
 def table(model: "GPTModel", stock: PreTrainedModel) -> list[Entry]:
-    """Build the table of a part of this rank's stage. Raises CheckpointError, with their names, for tensors without a mapping."""
+    """Build the table of a part of a stage. Raises CheckpointError, with their names, for tensors without a mapping."""
     wrapped = {name: str(vars(m)["hub_name"]) for name, m in model.named_modules() if "hub_name" in vars(m)}
     config, path = text_config(stock.config), text_path(stock)
     entries, unknown = [], []

@@ -89,7 +89,7 @@ def cut_layers(config: PreTrainedConfig, num_stages: int) -> PreTrainedConfig:
 
 
 class WholeLayers(nn.Module):
-    """A part of a stage, with the attributes that megatron-core's schedule and DistributedDataParallel read of a GPTModel."""
+    """A part of a stage, with the attributes that megatron-core's schedule and DistributedDataParallel read."""
 
     def __init__(self, config: "TransformerConfig", hf_config: PreTrainedConfig, vp_stage: int | None) -> None:
         from megatron.core import parallel_state

@@ -33,6 +33,7 @@ SPLITS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [  # what -
     ("gemma2", {}, {TP: 2}, "tensor-parallel and --megatron-expert-parallel split layers of", "remove them"),
     ("llama", {}, {PP: 3}, "pipeline-parallel 3 must divide the 2 layers", "lower it"),
     ("llama", {"num_hidden_layers": 6}, {PP: 4, "first_stage_layers": 1}, "first-stage-layers 1", "change them"),
+    ("llama", {"num_hidden_layers": 6}, {PP: 2, "virtual_pipeline": 2}, "virtual-pipeline 2 must divide", "remove it"),
     ("llama", {}, {EP: 2}, "expert-parallel: a llama has no experts", "remove it"),
     ("qwen3_moe", {}, {EP: 4}, "expert-parallel 4 must divide the 6 experts", "lower it"),
     ("qwen3_moe", {"moe_intermediate_size": 47}, {TP: 2}, "tensor-parallel 2 must divide the 47 columns", "lower it"),
