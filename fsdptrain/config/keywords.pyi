@@ -206,3 +206,4 @@ class Keywords(TypedDict, total=False):
     megatron_virtual_pipeline: int | None
     megatron_expert_parallel: int
     megatron_spec: str | None
+    megatron_bridge: Literal["own", "mbridge"]

@@ -38,7 +38,7 @@ from fsdptrain.megatron.transformer_config import is_whole, text_config, transfo
 from fsdptrain.megatron.weights import WeightMap, open_files
 from fsdptrain.megatron.whole import WholeLayers, note_layout
 from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
-from fsdptrain.model.probes.kernels import Kernel, kernels
+from fsdptrain.model.probes.kernels import Kernel, kernels, report_fallbacks
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.rows import Layout
 from fsdptrain.protocols import Loss, ModelRole, Naming
@@ -74,7 +74,8 @@ class MegatronBackend:
         with raise_on_all_ranks(ConfigError, "--backend megatron"):
             built = transformer_config(text, split, **options)
             self._model = build_model(built, text, spec=split.spec).to(self.device)
-        self.weights = WeightMap(self._model, self._stock)
+        self.weights = WeightMap(self._model, self._stock, bridge=split.bridge)
+        report_fallbacks([self.weights.converter], strict=config.model.strict)
         copy = small_models(text, split, options, device=self.device)
         difference, tolerance = check_parity(*copy, split, options)
         reason = "megatron-core packs with Transformer Engine alone, which is not here"

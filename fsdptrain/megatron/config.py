@@ -1,6 +1,6 @@
 """Options of --backend megatron. Imports no megatron-core."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -33,6 +33,9 @@ class MegatronConfig(Section):
     spec: Annotated[str | None, REFUSED, EXPORT_CHOICE, NOT_EXPORTED] = None
     """`transformers`: whole layers of transformers, as in other families than docs/megatron.md lists. Your own layers:
     `package.module:function`, (transformer_config, hf_config, *, vp_stage=None) -> block spec."""
+    bridge: Literal["own", "mbridge"] = "own"
+    """Table that names and converts weights: our `own`, or mbridge 0.15.1 for Llama, Qwen2, Qwen3 and Qwen3-MoE. If
+    mbridge cannot be used, a warning says why and our table is used."""
 
 
 SECTIONS = (MegatronConfig,)

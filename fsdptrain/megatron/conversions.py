@@ -112,7 +112,27 @@ class Stored:
         return list(revert_weight_conversion(self.model, {self.name: parts[0]}).values())
 
 
-Conversion = Copy | Columns | Interleaved | Vocabulary | Stored
+@dataclass(frozen=True)
+class Bridged:
+    """One tensor, converted and sharded by a bridge of mbridge."""
+
+    bridge: Any  # of the model
+    name: str  # in Transformer Engine layers
+    own: Tensor  # of this rank: shape and attributes tell mbridge how the tensor is sharded
+
+    def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
+        """Read full tensors, unlike the others."""
+        whole = self.bridge._weight_to_mcore_format(self.name, [source(name)[...] for name in names])
+        return self.bridge._weight_split_across_tp(self.name, whole, self.own, size)[rank]
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        whole = parts[0]
+        if getattr(self.own, "tensor_model_parallel", False):
+            whole = self.bridge._weight_merge_across_tp(self.name, list(parts), self.own)
+        return self.bridge._weight_to_hf_format(self.name, whole)[1]
+
+
+Conversion = Copy | Columns | Interleaved | Vocabulary | Stored | Bridged
 
 
 def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:

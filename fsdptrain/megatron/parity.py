@@ -73,7 +73,7 @@ def _converted(
     with preserve_rng_state(), raise_on_all_ranks(ConfigError, "--backend megatron"):
         built = transformer_config(stock.config, even, **options)
         model = build_model(built, stock.config, spec=split.spec).to(device)
-    weights = WeightMap(model, stock)
+    weights = WeightMap(model, stock, bridge=split.bridge)
     with raise_on_all_ranks(CheckpointError, "--backend megatron"):
         weights.load(hub_state(stock).__getitem__)
     return model

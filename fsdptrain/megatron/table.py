@@ -25,8 +25,8 @@ from fsdptrain.model.structure import language_model
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT = (
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+EXPERT = (
     re.compile(r"mlp\.experts\.local_experts\.(?P<id>\d+)\.(?P<part>linear_fc[12])\.weight"),  # plain
     re.compile(r"mlp\.experts\.(?P<part>linear_fc[12])\.weight(?P<id>\d+)"),  # Transformer Engine, grouped
 )
@@ -106,7 +106,7 @@ def _inside(
     name: str, model: "GPTModel", config: PreTrainedConfig, path: str, wrapped: Mapping[str, str]
 ) -> Entry | None:
     """Map a tensor of a layer. Layer numbers in the files count over all stages."""
-    match = _LAYER.fullmatch(name)
+    match = LAYER.fullmatch(name)
     if match is None:
         return None
     layer = model.decoder.layers[int(match[1])].layer_number - 1  # type: ignore[operator, union-attr]
@@ -114,7 +114,7 @@ def _inside(
     for module, hub_name in wrapped.items():
         if name.startswith(f"{module}."):
             return Entry(name, (f"{prefix}{hub_name}.{name.removeprefix(module + '.')}",), Copy())
-    expert = next((m for pattern in _EXPERT if (m := pattern.fullmatch(rest))), None)
+    expert = next((m for pattern in EXPERT if (m := pattern.fullmatch(rest))), None)
     if expert is not None:
         names, conversion = _gated(prefix + "mlp.experts.{expert}.", expert["part"])
         return Entry(name, names, conversion, expert=int(expert["id"]))

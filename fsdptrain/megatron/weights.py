@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +20,11 @@ from transformers import PreTrainedModel
 
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
+from fsdptrain.megatron.bridge import entries_of
 from fsdptrain.megatron.conversions import Source
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.hub_names import Shapes, hub_state, shapes_of
-from fsdptrain.megatron.table import Entry, stored_tensors, table
-from fsdptrain.megatron.whole import WholeLayers
+from fsdptrain.megatron.table import Entry, stored_tensors
 from fsdptrain.model.loading.files import some_of, weight_files
 from fsdptrain.model.loading.materialize import refuse_leftovers
 
@@ -76,23 +75,21 @@ class Exported(NamedTuple):
 class WeightMap:
     """The conversion table of one model, on this rank and over all stages. Construction and use are collective."""
 
-    def __init__(self, model: nn.ModuleList, stock: PreTrainedModel, *, shapes: Shapes | None = None) -> None:
+    def __init__(
+        self, model: nn.ModuleList, stock: PreTrainedModel, *, shapes: Shapes | None = None, bridge: str = "own"
+    ) -> None:
         """Build and check the table. stock: the same model in transformers, possibly on meta.
 
-        shapes: shapes of the files, if they differ from those of `stock`. Raises CheckpointError on all ranks unless
-        every tensor of the files is used exactly once, but for those of a vision part.
+        shapes: shapes of the files, if they differ from those of `stock`. bridge: --megatron-bridge. Raises
+        CheckpointError on all ranks unless every tensor of the files is used exactly once, but for those of a vision
+        part.
         """
         self._groups = groups = process_groups()
         config: Any = model[0].config
         self._experts_per_rank = (config.num_moe_experts or 0) // self._groups.ep.size()
         self._model, self._shapes = model, shapes or shapes_of(hub_state(stock, vision=False))
         self.ignored = list(stock._keys_to_ignore_on_load_unexpected or ())
-        with raise_on_all_ranks(CheckpointError, "--backend megatron"):
-            self.entries = [
-                replace(entry, name=f"{number}.{entry.name}")
-                for number, part in enumerate(model)
-                for entry in (part.entries(stock) if isinstance(part, WholeLayers) else table(part, stock))
-            ]
+        self.entries, self.converter = entries_of(bridge, model, stock)
         self._own = [entry for entry in self.entries if not entry.is_copy]
         tensors = [(entry, self._tensors[entry.name]) for entry in self._own]
         own = [Exported(self._all_names(entry), x.dtype, x.requires_grad) for entry, x in tensors]

@@ -102,7 +102,8 @@ def build(folder: Path, **split: Any) -> Built:
     chosen, stock = start(**split), load(folder)
     found = text_config(stock.config)
     model = build_model(transformer_config(found, chosen, **OPTIONS), found, spec=chosen.spec)
-    weights = WeightMap(model, stock)
+    weights = WeightMap(model, stock, bridge=chosen.bridge)
+    assert not weights.converter.fell_back, weights.converter.line
     with open_files(folder, shapes_of(hub_state(stock))) as source:
         weights.load(source)
     return Built(stock, model, weights)

@@ -134,9 +134,11 @@ def _compare(case: Case, folder: Path) -> Found:
 
 def _changed(built: cases.Built) -> list[str]:
     from fsdptrain.megatron.hub_names import by_module, hub_state, module_state
+    from fsdptrain.megatron.weights import WeightMap
 
-    return [
+    return [  # the second by our table, if a bridge loaded
         *_differing(built.weights.stream(), hub_state(built.stock, vision=False)),
+        *_differing(WeightMap(built.model, built.stock).stream(), hub_state(built.stock, vision=False)),
         *_differing(by_module(built.weights.stream(), built.stock), module_state(built.stock, vision=False)),
     ]
 

@@ -1,10 +1,12 @@
 """What --backend megatron cannot do with a model, or with a split, is one line that names it and the way out."""
 
 import shutil
+import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 
@@ -68,6 +70,26 @@ def test_models_splits_and_files_that_cannot_be_are_one_line_each(dense: Path) -
         assert "\n" not in said
     assert reference.startswith("CheckpointError: --ref-load /nowhere is not a folder")
     assert "a gpt2: it has weights in wpe, ln_f, and only one norm may be outside of the layers: use" in outside
+
+
+def warnings_of(folder: Path, **flags: Any) -> list[str]:
+    with TestCase().assertLogs("fsdptrain", "WARNING") as logs:
+        backend_of(folder, megatron_bridge="mbridge", **flags)
+    return [record.getMessage() for record in logs.records]
+
+
+def fallbacks(folder: Path) -> list[list[str]]:
+    """Of a family that mbridge does not know, of whole layers of transformers, and without mbridge."""
+    other = cases.save("mistral", folder.parent / "mistral", sliding_window=None)
+    found = [warnings_of(other), warnings_of(folder, megatron_spec="transformers")]
+    sys.modules["mbridge"] = None  # type: ignore[assignment]
+    return [*found, warnings_of(folder)]
+
+
+def test_mbridge_that_cannot_be_used_is_one_warning_and_the_table_is_used(dense: Path) -> None:
+    reasons = ("ValueError: Unregistered model type: mistral", "NotImplementedError: ", "ModuleNotFoundError: ")
+    for (line,), reason in zip(*spawn(1, fallbacks, dense), reasons, strict=True):
+        assert line.startswith(f"fallback: weights: the table of fsdptrain instead of mbridge ({reason}")
 
 
 def test_megatron_core_that_is_not_there_or_another_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
