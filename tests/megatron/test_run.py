@@ -130,7 +130,7 @@ SPLITS = {
     "qwen3_5_moe": ("--megatron-expert-parallel", "2"),
     # which gathers again in the backward pass
     "qwen3_next": ("--megatron-tensor-parallel", "2", "--gradient-checkpointing"),
-    "qwen3_5": STAGES,
+    "qwen3_5": (*STAGES, "--megatron-virtual-pipeline", "2"),
     "cohere2": STAGES,
     "nemotron_h": STAGES,
 }

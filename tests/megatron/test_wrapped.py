@@ -1,6 +1,5 @@
 """Models whose mixers megatron-core lacks: their layouts. Logprobs and gradients: test_models.py."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,24 +11,6 @@ from fsdptrain.megatron.forward import layout_of
 from fsdptrain.megatron.model import WRAPPED
 from fsdptrain.model.rows import Layout
 from tests import zoo
-from tests.megatron import cases
-from tests.testing import spawn
-
-
-def with_own_spec_and_tensor_parallel() -> float:
-    """How far logprobs are from those of transformers, in padded rows whose length the ranks do not divide."""
-    config = cases.config("qwen3_next")
-    vars(config)["layer_types"] = ["full_attention"] * config.num_hidden_layers
-    return cases.parity(config, cases.start(tensor_parallel=2, spec=f"{__name__}:only_attention"))
-
-
-def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
-    """A user's layers: as those of the backend, of a config of their own."""
-    from fsdptrain.megatron.hf_spec import layer_spec
-
-    changed = copy.deepcopy(hf_config)
-    vars(changed)["layer_types"] = ["full_attention"] * changed.num_hidden_layers
-    return layer_spec(transformer_config, changed, vp_stage=vp_stage)
 
 
 def other_rotation(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
@@ -41,11 +22,6 @@ def other_rotation(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_s
 
     transformer_config.rotary_interleaved = True
     return layer_spec(transformer_config, hf_config, vp_stage=vp_stage)
-
-
-@pytest.mark.matrix
-def test_a_users_layers_take_rows_of_any_length_under_tensor_parallel():
-    assert max(spawn(2, with_own_spec_and_tensor_parallel)) < 1e-5
 
 
 @pytest.mark.parametrize(
