@@ -72,7 +72,7 @@ FEW += [Case("gemma3", {"pipeline_parallel": 3}, 3, "packed", tied=True)]
 BRIDGE = {"bridge": "mbridge"}
 CASES += [
     *(Case(family, TENSOR | BRIDGE, 2, tied=family != "qwen2") for family in ("llama", "qwen3", "qwen2")),
-    Case("qwen3", STAGES | BRIDGE, 2, tied=True),
+    Case("qwen3", PARTS | BRIDGE, 2, tied=True, layers=4),
     *(Case("qwen3_moe", split | BRIDGE, 2) for split in (TENSOR, EXPERTS)),
 ]
 
