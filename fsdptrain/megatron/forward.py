@@ -5,7 +5,7 @@ attention never looks at the padding on the right. With Transformer Engine layer
 (THD).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -96,7 +96,7 @@ class LogprobsHead:
 
 
 def run_packs(
-    parts: Sequence[Any],  # of this rank's stage, wrapped or not
+    parts: Iterable[Any],  # of this rank's stage, wrapped or not
     batches: Sequence[PackedBatch],
     finish: Callable[[Tensor, PackedBatch], T],
     *,
@@ -114,10 +114,10 @@ def run_packs(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
-    config, stages, count = get_model_config(parts[0]), process_groups().pp.size(), len(batches)
-    packs = list(batches)
-    if len(parts) > 1:  # an interleaved schedule needs a pack for each stage, also in its last group
-        packs += batches[:1] * (stages - count)
+    own, packs, count = list(parts), list(batches), len(batches)
+    config, stages = get_model_config(own[0]), process_groups().pp.size()
+    if len(own) > 1:  # an interleaved schedule needs a pack for each stage, also in its last group
+        packs += packs[:1] * (stages - count)
         groups = range(stages, len(packs) + 1)
         config.microbatch_group_size_per_vp_stage = next(n for n in groups if not 0 < len(packs) % n < stages)
 
@@ -135,8 +135,8 @@ def run_packs(
     run = get_forward_backward_func()
     return run(
         forward_step_func=forward,
-        data_iterator=[enumerate(packs) for _ in parts],
-        model=list(parts),
+        data_iterator=[enumerate(packs) for _ in own],
+        model=own,
         num_microbatches=len(packs),
         seq_length=batches[0].max_seqlen,  # stages exchange the actual shapes
         micro_batch_size=len(batches[0].seqlens),
