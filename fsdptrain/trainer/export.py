@@ -11,7 +11,7 @@ from fsdptrain.checkpoints import CONFIG_FILE, PROGRESS_FILE
 from fsdptrain.config import check_world_size
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import load_recipe
-from fsdptrain.config.rules import NOT_EXPORTED, Fact
+from fsdptrain.config.rules import NOT_EXPORTED, Condition, Fact, Requires
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export_folder import check_target
@@ -56,7 +56,11 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
             check_world_size(config, dist.get_world_size())
         except ConfigError as error:  # checkpoints do not depend on the parallel sizes
             log.info("the model is loaded undivided, unlike in the run: %s", error)
-            config = config.with_values(**{group.key: 1 for group in config.rank_groups})
+            groups = {group.key: 1 for group in config.rank_groups}
+            split = {Condition.parse(f"{key}>1") for key in groups}
+            rules = [(key, rule) for key in all_keys().values() for rule in key.rules if isinstance(rule, Requires)]
+            idle = {key.flat: key.default for key, rule in rules if split & {*rule.conditions}}
+            config = config.with_values(**groups, **idle)
         backend = build_backend(config)
         backend.load(checkpoint)
         backend.export(output)

@@ -104,10 +104,8 @@ def _compare(case: Case, folder: Path) -> Found:
     built = cases.build(folder, **case.split)
     wrong = _changed(built)
     wrapped = wrap(built.model)
-    masters, head = (
-        Masters(built.model, wrapped),
-        LogprobsHead(built.stock.config.get_text_config(), case.layout, chunk_size=8),
-    )
+    masters = Masters(built.model, wrapped)
+    head = LogprobsHead(built.stock.config.get_text_config(), case.layout, chunk_size=8)
     wanted, expected = transformers_says(folder, case.num_packs)
     rank, size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
     own = packs()[: case.num_packs][rank::size]

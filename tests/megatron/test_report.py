@@ -18,8 +18,11 @@ from tests.testing import spawn
 
 def faults(folder: Path) -> dict[str, str]:
     """What is said of each planted fault, in a process of its own."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
     from fsdptrain.megatron import conversions, table
     from fsdptrain.megatron.hub_names import hub_state, shapes_of
+    from fsdptrain.megatron.model import has_transformer_engine
     from fsdptrain.megatron.weights import WeightMap, open_files
 
     built = cases.build(folder)
@@ -53,6 +56,9 @@ def faults(folder: Path) -> dict[str, str]:
             pass
 
     said["a file without it"] = cases.refusal(opened)
+
+    gpt_layer_specs.HAVE_TE = True
+    said["engine"] = str(has_transformer_engine())
     return said
 
 
@@ -78,3 +84,4 @@ def test_planted_faults_stop_the_run(tmp_path) -> None:
     assert "not in the files" in said["an expert that no file has"]
     assert "have no place" in said["an expert that the model lacks"]
     assert "lack" in said["a file without it"]
+    assert said["engine"] == "False"  # which would not compute here, though it is installed

@@ -112,14 +112,17 @@ STAGES = ("--megatron-pipeline-parallel", "2")
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", ["cohere2", "nemotron_h", "ernie4_5_moe"])
-def test_whole_layers_go_on_bitwise_and_are_exported_as_on_fsdp(family: str, tmp_path: Path) -> None:
-    checkpoint = cases.save(family, tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "flag"),
+    [("cohere2", "first-stage-layers=1"), ("nemotron_h", "virtual-pipeline=2"), ("ernie4_5_moe", "bridge=own")],
+)
+def test_whole_layers_go_on_bitwise_and_are_exported_as_on_fsdp(family: str, flag: str, tmp_path: Path) -> None:
+    checkpoint, flags = cases.save(family, tmp_path / "model"), [*MEGATRON, *STAGES, f"--megatron-{flag}"]
     fsdp = run(checkpoint, tmp_path / "fsdp", "--num-rollout", "1", bf16=True)
-    megatron = run(checkpoint, tmp_path / "megatron", *MEGATRON, *STAGES, bf16=True)
+    megatron = run(checkpoint, tmp_path / "megatron", *flags, bf16=True)
     runs = Runs(tmp_path, fsdp, megatron)
     again = runs.taken_back(tmp_path / "again")
-    assert_same(run(checkpoint, again, *MEGATRON, *STAGES, bf16=True)[-2:], megatron[-2:], rel=0, abs=0)
+    assert_same(run(checkpoint, again, *flags, bf16=True)[-2:], megatron[-2:], rel=0, abs=0)
     found, wanted = (load_files(runs.exported(name)) for name in ("megatron", "fsdp"))
     assert same(found, load_files(again / "run" / "hf"))
     assert same(found, exported_again(again / "run"))
