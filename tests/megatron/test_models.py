@@ -23,11 +23,8 @@ CASES = [
     Case("qwen3_moe", {"expert_parallel": 2}, 4, renormalized=True),
     Case("qwen3", {"pipeline_parallel": 2}, 4, tied=True),  # embedding and head are on different ranks
 ]
-FEW = [
-    Case("qwen3", {}, tied=True),
-    Case("qwen3", {"tensor_parallel": 2}, 2, tied=True),
-    Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
-]
+FEW = [Case("qwen3", {}, tied=True), Case("qwen3", {"tensor_parallel": 2}, 2, tied=True)]
+FEW += [Case("qwen3_moe", {"pipeline_parallel": 2}, 2)]
 STAGES, EXPERTS, TENSOR = {"pipeline_parallel": 2}, {"expert_parallel": 2}, {"tensor_parallel": 2}
 WRAPPED = (*cases.RECURRENT, "deepseek_v3")  # with mixers of transformers
 SPEC = "fsdptrain.megatron.hf_spec:layer_spec"
@@ -40,11 +37,8 @@ CASES += [
     Case("qwen3_next", STAGES | {"first_stage_layers": 3}, 2, num_packs=2),
     Case("qwen3_5", {"pipeline_parallel": 3, "last_stage_layers": 2}, 3, num_packs=2),
 ]
-FEW += [
-    Case("qwen3_next", {}, 2, num_packs=2),
-    Case("qwen3_5", TENSOR, 2, num_packs=2),
-    Case("qwen3_5_moe", EXPERTS, 2, num_packs=2),
-]
+FEW += [Case("qwen3_next", {}, 2, num_packs=2), Case("qwen3_5", TENSOR, 2, num_packs=2)]
+FEW += [Case("qwen3_5_moe", EXPERTS, 2, num_packs=2)]
 # decoders that megatron-core lacks: the packed, and those whose recurrent mixers need rows
 ATTENTION = ("cohere2", "ernie4_5", "exaone4", "glm4", "granite", "mixtral", "olmo3", "phi3", "smollm3")
 ROWS = ("falcon_h1", "lfm2", "nemotron_h")
